@@ -16,7 +16,7 @@ _USER_VARIABLES = {
     "GLIBC_TUNABLES",
 }
 KEPT_BYTES = 2**30  # the most freed memory that stays with the process
-LARGE_BYTES = 2**26  # a freed block of this size or more goes back to the system at once
+LARGE_BYTES = 2**26  # a freed block of this size or more goes back to the system immediately
 
 
 @functools.cache

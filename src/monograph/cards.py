@@ -109,7 +109,7 @@ def _bare_name(name: str) -> str:
     For example, it is 4090 for RTX 4090, and a10040 for A100 40GB.
     """
     plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
-    return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
+    return re.sub(r"(?<=\d)g(i?b)?$", "", plain)  # g, gb or gib after a number
 
 
 def card_lines() -> list[str]:

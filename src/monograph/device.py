@@ -35,8 +35,8 @@ class Device:
             for a CPU; see `measured_matmul_flops`.
         bandwidth_bytes_per_s: datasheet memory bandwidth; None if unknown.
         cores: CPU cores that this process may use (within its affinity and cgroup quota).
-        has_bf16: bf16 matrix products run in hardware.
-        has_fp8: fp8 matrix products run in hardware.
+        has_bf16: whether bf16 matrix products run in hardware.
+        has_fp8: whether fp8 matrix products run in hardware.
         driver: the NVIDIA kernel driver's version; None if there is none.
         link_bytes_per_s: datasheet rate between card and host, one way, None if unknown.
     """
@@ -239,6 +239,7 @@ def cpu_model() -> tuple[str, frozenset[str]]:
 
 def _nvidia_driver() -> str | None:
     """Return the version of the NVIDIA kernel driver; None if there is none."""
+    # A line such as "... Kernel Module  535.183.01 ...", or "... Kernel Module for x86_64  580.65.06 ..."
     match = re.search(
         r"Kernel Module\D*?(?:for \S+\s+)?(\d+\.\d+[.\d]*)", _read("/proc/driver/nvidia/version")
     )

@@ -355,9 +355,9 @@ class Engine:
         index = int(state.counter("index", torch.tensor(0)))
         self.step.discard()
         for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
-            # Copied in the saved order, because the tensors may be read from a file one by one.
+            # In the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
-                # Not by `copy_`, because torch refuses to write to an expanded tensor.
+                # `copy_` would not do, because torch refuses to write to an expanded tensor.
                 write_tensor(live[name].detach(), tensor)
         # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
@@ -383,8 +383,8 @@ class Engine:
             # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
             batch_rows = min(size, rows - start)
-            # If members have rows of their own, the narrowed tensor is not contiguous. A padded batch is,
-            # and a graph is compiled for one kind of strides.
+            # If members have rows of their own, the narrowed tensor is not contiguous. But a padded batch
+            # is, and a graph is compiled for certain strides, so all batches are made contiguous.
             batch = {
                 name: tensor.narrow(dim, start, batch_rows)
                 .to(self.step.device, non_blocking=True)

@@ -24,8 +24,8 @@ _HOST_IS_FULL = (
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
 
-    Upper and lower case are the same. If no whole choice is close, the parts after the last dot are
-    compared.
+    Upper and lower case are taken as equal. If no whole choice is close, the parts after the last dot
+    are compared.
     """
     by_name = {choice.lower(): choice for choice in choices}
     by_last_part = {choice.rpartition(".")[2].lower(): choice for choice in by_name.values()}

@@ -30,9 +30,9 @@ def install_command(requirements: Sequence[str]) -> str:
     python = sys.executable or "python3"
     if Path(python).is_relative_to(Path.cwd()):
         python = os.path.relpath(python)
-    # An environment that uv made has no pip. PathFinder looks for pip in folders only. Another search
-    # would ask the finder of setuptools, which then no longer replaces distutils, and Inductor's next
-    # import of setuptools would warn.
+    # An environment that uv made has no pip. Only PathFinder is asked, which searches folders. A search
+    # by all finders would also ask the one of setuptools, which would then no longer replace distutils,
+    # and Inductor's next import of setuptools would warn.
     has_pip = PathFinder.find_spec("pip") is not None
     if has_pip:
         tool = [python, "-m", "pip", "install"]

@@ -59,7 +59,7 @@ class Terminated(KeyboardInterrupt):
 def raise_on_sigterm() -> Iterator[None]:
     """Let SIGTERM raise `Terminated` in the `with` block, so that the code in it can clean up.
 
-    It then removes incomplete results, as it does after Ctrl-C.
+    The code then removes incomplete results, as after Ctrl-C.
     """
 
     def handle(*_: object) -> NoReturn:
@@ -74,7 +74,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def end_at_once_inside() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process at once, with a line, in the `with` block.
+    """Let SIGINT and SIGTERM print a line and end the process immediately, in the `with` block.
 
     In the block, a command that has done its work waits for its threads.
     """

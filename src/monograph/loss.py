@@ -89,7 +89,7 @@ class TokenLoss:
         teaching = self.teaching_arguments(batch)
         hidden_ND, lm_head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
-        # If the head's weight is frozen, single tokens may have trained rows in its place; None: none has.
+        # If the head's weight is frozen, some tokens may have trained rows instead. None: no token has one.
         rows = trained_rows(lm_head)
         fp8_arguments = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(

@@ -91,6 +91,7 @@ ABOVE_0 = Range(
     expected="a number above 0", low=0, high=math.inf, excludes_low=True, excludes_high=True
 )
 NOT_NEGATIVE = Range(expected="a number, 0 or more", low=0, high=math.inf, excludes_high=True)
+# For decay rates and the probabilities of dropout: 0 is allowed, and 1 is not.
 DECAY = Range(expected="a number, 0 or more and below 1", low=0, high=1, excludes_high=True)
 FRACTION = Range(
     expected="a number between 0 and 1", low=0, high=1, excludes_low=True, excludes_high=True

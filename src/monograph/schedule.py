@@ -137,9 +137,10 @@ def _decaying(
         if index < warmup:
             # At most 1, because a warm-up of 2.5 updates has the ratio 3 / 2.5 at index 2.
             return min(1.0, (index + 1) / warmup)
-        # The progress is 0, and so the factor the peak, before `decay_begin`. The divisor is at least 1,
-        # because the difference is 0 or less if the warm-up is as long as the run.
-        progress = min(1.0, max(0, index - decay_begin) / max(1, total - decay_begin))
+        # Before `decay_begin` the progress is 0, so the factor is the peak. The length would be 0 or less
+        # if the warm-up is as long as the run.
+        length = max(1, total - decay_begin)
+        progress = min(1.0, max(0, index - decay_begin) / length)
         return final + (1.0 - final) * remaining(progress)
 
     return factor
@@ -148,7 +149,7 @@ def _decaying(
 def cool_down(schedule: Schedule, begin: int, total: int, final: float) -> Schedule:
     """Follow another schedule before update `begin`, then decay linearly to `final` at `total`.
 
-    A run with a time limit uses this if it turns out that it is too slow for the planned number of
+    A run with a time limit uses this if the run turns out to be too slow for the planned number of
     updates.
 
     Args:

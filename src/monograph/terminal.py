@@ -24,7 +24,7 @@ def visible(text: str) -> str:
 
     Line feeds and tabs stay.
     """
-    return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)  # without the quotes of `ascii`
 
 
 def one_line(text: str) -> str:

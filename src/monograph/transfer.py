@@ -280,7 +280,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
     if not shapes:
         raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
     wide_enough = [width for width in shapes if width >= MIN_BASE_WIDTH]
-    return shapes[min(wide_enough or shapes)]
+    return shapes[min(wide_enough)] if wide_enough else shapes[min(shapes)]
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
@@ -291,7 +291,7 @@ def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
     most_kv_heads = widest * own_kv_heads // width
     for kv_heads in range(1, most_kv_heads + 1):
-        if width * kv_heads % own_kv_heads:
+        if width * kv_heads % own_kv_heads:  # the hidden size would not be a whole number
             continue
         hidden_size = width * kv_heads // own_kv_heads
         exact_ffn_width = config.intermediate_size * kv_heads / own_kv_heads

@@ -5,7 +5,7 @@ time, nearly twice as long as that of torch itself, and a run that compiles noth
 it.
 """
 
-from monograph.compat.cpp_kernels import *  # noqa: F403 - other rooms use these functions as compat.NAME
+from monograph.compat.cpp_kernels import *  # noqa: F403 - other packages use these functions as compat.NAME
 from monograph.compat.dynamo import *  # noqa: F403
 from monograph.compat.inductor import *  # noqa: F403
 from monograph.compat.operators import *  # noqa: F403

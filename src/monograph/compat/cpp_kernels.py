@@ -31,7 +31,7 @@ class _Source(NamedTuple):
 
 @functools.cache
 def build_kernels_together() -> None:
-    """Replace methods of Inductor, so that it compiles a graph's kernels in a file per thread."""
+    """Replace methods of Inductor, so that a graph's kernels are in as many files as threads compile."""
     from torch._inductor import async_compile, codecache
 
     compiler: Any = async_compile.AsyncCompile
@@ -53,7 +53,7 @@ def build_kernels_together() -> None:
         threads = async_compile.get_compile_threads()
         sources_by_file = _split_evenly(sources, threads)
         template = LibraryCache.suffix_template
-        # With a single thread, libraries are compiled at once (`submit_fn` is None), because a submitted
+        # With a single thread nothing is submitted: `load_async` itself compiles the library. A submitted
         # job would wait for a lock that this thread holds.
         submit = self.submit if threads > 1 else None
         pending_libraries = [

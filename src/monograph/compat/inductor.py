@@ -96,9 +96,9 @@ def key_cache_by_vector_width() -> None:
 def key_cache_by_code(digest: str) -> None:
     """Add a digest of this package's operators to the keys of torch's caches of compiled graphs.
 
-    A key has an operator's name, and nothing of its rules: its gradient, its batched form, the shape of its
-    result and how Inductor compiles it. A graph was made by them, so without the digest a graph that was
-    made by rules of an earlier version would be read from the disk.
+    Without the digest, a key has only the names of operators. But a graph also depends on each operator's
+    rules: its gradient, its batched form, the shape of its result and how Inductor compiles it. If a later
+    version of the package changed a rule, it would read graphs from the disk that the old rule made.
     """
     import torch.compiler.config as config
 
@@ -340,7 +340,7 @@ def parse_no_events(profile: torch.profiler.profile) -> None:
 
 # Activation checkpointing marks the values of a graph with the number of their checkpointed region. The
 # partitioner saves a value that a later region reads. This number is larger than that of any region, so
-# no value that is marked with it is saved for that reason.
+# there is no later region for a value that is marked with it.
 _LAST_REGION = 1 << 30
 
 
@@ -479,13 +479,17 @@ def bytes_saved_for_backward(
     bytes_by_storage: dict[int, int] = {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        """Call `forward` with other tensors: those of the module, and then the tensors among `leaves`.
-        Return the tensors among its results.
+        """Call `forward` with other tensors, and return the tensors among its results.
+
+        The first of `tensors` take the place of the module's own, and the others that of the tensors
+        among `leaves`.
         """
         new_leaves = list(leaves)
         for index, tensor in zip(tensor_positions, tensors[len(own_tensors) :], strict=True):
             new_leaves[index] = tensor
-        with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
+        # `tensors` has more elements than `own_tensors`: those of `leaves`, which are not used here.
+        module_tensors = dict(zip(own_tensors, tensors, strict=False))
+        with _reparametrize_module(module, module_tensors):
             new_arguments = [
                 BlockMask(**argument) if isinstance(argument, dict) else argument
                 for argument in tree_unflatten(new_leaves, leaves_spec)

@@ -53,9 +53,9 @@ def writes_in_place(operator: object) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-# The decorator makes Dynamo call this function when it traces a caller; the transforms around the
-# caller are on torch's stack then. Otherwise Dynamo would trace the function itself, and would take the
-# result of `peek_interpreter_stack` for an object, which is never None.
+# The decorator makes Dynamo call this function while it traces a caller. At that time, the transforms
+# around the caller are on torch's stack. Without the decorator, Dynamo would trace this function, too, and
+# use a stand-in for the result of `peek_interpreter_stack`. A stand-in is never None.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_transform() -> bool:
     """Return whether the caller runs inside a transform of `torch.func`, such as vmap or grad."""

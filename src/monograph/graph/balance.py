@@ -1,4 +1,4 @@
-"""The balance loss of a mixture of experts, of which only the gradient is computed.
+"""The balance loss of a mixture of experts; only its gradient is computed.
 
 The loss grows as experts are used unevenly. Its value is not added to the training loss; only its
 gradient is added, to that of the router's probabilities p:
@@ -118,5 +118,6 @@ def balanced(
     choices_NE = choices_by_document_NE[balance.document_N]  # of each token's document
     # Each token chooses C experts, so a document of n tokens has C n choices.
     document_tokens_N1 = choices_NE.sum(-1, keepdim=True).clamp_min(1) / experts_NC.shape[1]
+    # The derivative of the loss with respect to p_te: share_t E f_de, where f_de is choices / tokens.
     added_grad_NE = share_N1 * zeros_NE.shape[1] / document_tokens_N1 * choices_NE
     return _with_added_grad(weights_NC, probabilities_NE, added_grad_NE)

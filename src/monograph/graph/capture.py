@@ -5,7 +5,7 @@ pass of one micro-batch, and its `apply` updates the parameters by the summed gr
 that the model repeats, such as a layer of a transformer.
 
 A capture compiles both. On a GPU, a step has a `recorder`, which also records the kernels of a micro-step
-as a CUDA graph. A replay launches them all again at once (`monograph.graph.replay`).
+as a CUDA graph. A replay runs all of them again with a single launch (`monograph.graph.replay`).
 """
 
 import copy
@@ -32,16 +32,19 @@ from monograph.ops import materialize  # noqa: F401 - defines the operator that 
 from monograph.storage.package_code import code_digest
 
 Backend = Literal["inductor", "aot_eager", "eager"]
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Compiler = Callable[
+    [Callable[..., Any]], Callable[..., Any]
+]  # turns a function into a compiled one
 # The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
-# A setting for Inductor (`_configure_inductor`): on a GPU, a kernel that reduces rows, such as a norm, keeps
-# rows of up to this many elements in registers. It reads longer rows twice. The norms of most models are
-# no wider.
+# A setting for Inductor (`_configure_inductor`): on a GPU, a kernel that reduces rows, such as a norm's, keeps
+# rows of up to this many elements in registers, and reads longer rows twice. In most models, no norm has
+# longer rows.
 MAX_ROW_LENGTH = 4096
-# The parts of the package that define operators, change graphs or change what Inductor does. Not all of the
-# package, so that graphs are compiled again as rarely as possible while it is developed.
+# The parts of the package that define operators, change graphs or change what Inductor does. A hash of their
+# code is in the key of Inductor's cache (`_configure_inductor`), so a change to them makes Inductor compile
+# again. The rest of the package is left out, because a change there needs no new compilation.
 OPERATORS = (
     "compat",
     "decode/automaton_tables.py",
@@ -65,7 +68,7 @@ class FunctionsToCompile(Protocol):
 
     @property
     def replays_update(self) -> bool:
-        """Return whether the step's `apply` is replayed, as its micro-step is, if it has a recorder."""
+        """Return whether a step with a recorder replays its `apply`, too, not only its micro-step."""
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that a capture of this scope compiles."""
@@ -120,8 +123,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
 
     If the step has a `recorder`, as on a GPU, its `micro_step` (including the backward pass) is
     called twice, then recorded as a CUDA graph, and replayed from then on (`monograph.graph.replay`). An
-    ensemble's `apply` is replayed, too: its members are small, so that launching its kernels one by one would take
-    the host longer than computing them takes the device.
+    ensemble's `apply` is replayed, too: its members are small, so the host would need longer to launch
+    its kernels one by one than the device needs to compute them.
 
     The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
     at its first call. Before that call, load the weights, and run `monograph.trial`: it is one eager
@@ -144,7 +147,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
         UsageError: the model has no blocks but the scope is "blocks", or `step` is an engine,
             which contains a step and has its own `capture` (`monograph.engine`).
         CaptureFailed: the model has a 0-d float64 buffer. If a function cannot be captured as one
-            graph, not `capture` but the function's first call raises this error.
+            graph, its first call raises this error, not `capture`.
     """
     if not hasattr(step, "micro_step"):
         raise UsageError(
@@ -225,6 +228,7 @@ def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"])
     """
     if scope == "none":
         return "nothing is captured"
+    # A graph of the whole step contains its recomputations.
     if scope == "whole" or remat == Remat.Off():
         return None
     # Under `Full` and `Offload`, eager code recomputes blocks. It copies the random state to the host,
@@ -341,8 +345,8 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
     split_fused_linears_at_blocks(step.model)
     # Dynamo reads `grad` of a block's input, which is not a leaf.
     compat.ignore_warning_of_block_input_grad()
-    # All blocks call this one function, so that equal blocks share its graph. It gets a graph for each
-    # kind of block, and torch's default limit is eight graphs of a function.
+    # All blocks call one compiled function, so that equal blocks share a graph. The function gets a graph
+    # for each kind of block, and torch's default limit is eight graphs of a function.
     compat.allow_variants()
     call_block = compiler(_call_block)
     # `Llama` reads this attribute when it makes its attention masks.
@@ -461,11 +465,11 @@ def _configure_inductor() -> None:
     # A process that is killed while it compiles leaves truncated libraries, on which later ones
     # would fail.
     compat.remove_truncated_libraries()
-    # The key of Inductor's cache lacks the vector width, so another processor would run wrong code
-    # (dev/log.md).
+    # torch's key of Inductor's cache does not depend on the vector width, so a processor of another width
+    # would find and run wrong code (dev/log.md).
     compat.key_cache_by_vector_width()
-    # The key lacks the rules of custom operators, too, so a later version would run graphs that were made
-    # by earlier rules.
+    # torch's key does not depend on the code of custom operators either, so a later version of the package
+    # would run graphs that an earlier version compiled.
     compat.key_cache_by_code(code_digest(*OPERATORS))
     # By default, Inductor builds a library for each kernel on a CPU.
     compat.build_kernels_together()

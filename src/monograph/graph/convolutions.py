@@ -195,7 +195,7 @@ def _rewrite_gradients(graph: Graph, node: Any) -> None:
 
 
 def _members_by_split(split: Node, joined: Node) -> int:
-    """Return the number of members of a convolution without groups, which its arguments do not say.
+    """Return the number of members of a convolution without groups. Its arguments do not say it.
 
     After the convolution, vmap splits the output's channels into the members' channels. In the
     backward pass it joins the members' channels of the gradient. The shapes before and after such a
@@ -206,7 +206,7 @@ def _members_by_split(split: Node, joined: Node) -> int:
         joined: the node that has the same as [B, G O, ...].
 
     Returns:
-        G; 1 if the shapes are not such, so that the convolution is of one member.
+        G; 1 if the nodes do not have these shapes: then the convolution belongs to one member.
     """
     shape = list(split.meta["val"].shape)
     joined_shape = list(joined.meta["val"].shape)
@@ -242,8 +242,8 @@ def _weight_by_group(graph: Graph, weight: Node, groups: int) -> Node:
 def _activations_by_group(graph: Graph, node: Node, groups: int) -> Node:
     """Return a copy of [B, G C, ...] as [G, B, C, ...].
 
-    In memory the copy is still [B, G, C, ...], because `clone` keeps the order of the axes there. So
-    ATen copies a group's rows once more, next to each other, when it computes the group. Memory in the
+    In memory the copy is still [B, G, C, ...], because `clone` keeps the order of the axes in memory. So
+    ATen copies a group's rows again, next to each other, when it computes the group. Memory in the
     order of the groups was no faster, and gave the same bits.
     """
     rows, channels, *rest = node.meta["val"].shape

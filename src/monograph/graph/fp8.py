@@ -1,8 +1,8 @@
 """Compute linear layers, or the head, in 8-bit floating point.
 
 A layer's forward product and the two products of its backward pass are in fp8, all else is in bf16,
-and weights keep their own dtype. Of the head, the logits and the gradient of the hidden states are
-products in fp8 (`monograph.ops.cross_entropy`).
+and weights keep their own dtype. A head computes the logits and the gradient of the hidden states in
+fp8, and the gradient of its weight in bf16 (`monograph.ops.cross_entropy`).
 
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -79,8 +79,8 @@ def convert_head_(module: nn.Module) -> None:
     """Let the default loss compute the head's products in fp8 while it trains, in place.
 
     Raises:
-        UsageError: the module has adapters, no head that is a plain linear layer, or one with a side
-            that is not a multiple of 16.
+        UsageError: the module has adapters, its `lm_head` is missing or is not a plain linear layer,
+            or a side of the head's weight is not a multiple of 16.
     """
     if adapted_layers(module):
         raise UsageError(
@@ -118,8 +118,8 @@ def fp8_linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 
         y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
 
-    q4 and q5 are `quantised_to_fp8` to e4m3 and e5m2. Sums are fp32; the forward product's may use
-    the hardware's fast mode.
+    q4 and q5 are `quantised_to_fp8` to e4m3 and e5m2. Sums are fp32, except in the forward product, in
+    which a GPU may add up parts of a sum in fewer bits (its fast mode).
 
     Args:
         input: x, [..., K], K a multiple of 16.

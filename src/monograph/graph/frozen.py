@@ -1,7 +1,7 @@
 """Linear layers with frozen weights in 8 or 4 bits. They are the base of QLoRA, which trains adapters.
 
-A dense weight is made for each product. It is not kept from the forward to the backward pass, which
-makes it again, because all dense weights together would need as much memory as the model in 16 bits.
+The dense weight is computed for each product, and again in the backward pass. It is not kept between
+the two, because all dense weights together would need as much memory as the model in 16 bits.
 
 Shapes: N outputs, K inputs, E experts, C = ceil(N K / 64) blocks of S = 64 numbers,
 G = ceil(C / 256) groups of 256 blocks.
@@ -195,11 +195,12 @@ class NF4Weight(FrozenWeight):
         edges = (table[1:] + table[:-1]) / 2  # a number is rounded to the nearest of the table
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         divisor_C1 = scale_C.clamp_min(tiny)[:, None]
-        # Codes are int32 at first, not int64, and the quotient is freed at once. So at most three times
-        # the weight's bytes are in memory, instead of five times.
+        # Codes are int32 at first, not int64, and the quotient is freed immediately. So at most three
+        # times the weight's bytes are in memory, instead of five times.
         codes = (
             torch.bucketize(blocks_CS / divisor_C1, edges, out_int32=True).to(torch.uint8).flatten()
         )
+        # A byte has two codes. Those of the padding at the end are cut off.
         packed = (codes[::2] << 4 | codes[1::2])[: math.ceil(flat.numel() / 2)]
         _replace_weight(
             self,
@@ -321,8 +322,8 @@ class _NF4Product(torch.autograd.Function):
 def _rows(x: Tensor) -> Tensor:
     """Return [..., K] as rows without gaps, [L, K].
 
-    With gaps, as attention's output may have them, the product of all members of an ensemble would read the
-    weight once for each.
+    The output of attention may have gaps between its rows. With them, the product of all members of an
+    ensemble would read the weight once for each member.
     """
     return x.reshape(-1, x.shape[-1]).contiguous()
 

@@ -4,9 +4,10 @@ Such layers, for example those of query, key and value, are siblings, and togeth
 family. Their weights lie side by side in memory, so that one view has them all. The layers keep
 their names, parameters and gradients.
 
-The first layer of a family that is called computes the outputs of all, and keeps those of the
-others. Each other layer takes its output from there if it gets the same input, and otherwise
-computes the output itself. So the result is right even if a module calls siblings differently.
+A family has its layers in the order of their calls. When the first layer is called, it computes the
+outputs of all layers, and the family keeps the outputs of the others. Each other layer takes its
+output from there if it gets the same input, and otherwise computes the output itself. So the result
+is right even if a later call has another order or other inputs.
 
 Shapes: K inputs, N outputs of all siblings together.
 """
@@ -65,7 +66,7 @@ class _Mode(NamedTuple):
 
 
 class _WaitingOutputs(NamedTuple):
-    """The outputs that wait for the other layers, and what they were computed from.
+    """The outputs that are kept until the other layers are called, and what they were computed from.
 
     Attributes:
         input: the tensor that the layers read.
@@ -133,8 +134,8 @@ class FusedLinears:
     def replace_parameters_of(self, index: int) -> None:
         """Take over the parameters of one layer, which were moved or replaced.
 
-        Once this was called for the last layer of the family, all parameters are alike, and lie
-        side by side again.
+        A move of the whole model calls this for one layer after another. After the last call all
+        parameters have the same dtype and device, and lie side by side again.
         """
         layer = self.layers[index]
         self.weights[index] = layer.weight
@@ -143,16 +144,16 @@ class FusedLinears:
         self.move_side_by_side()
 
     def move_side_by_side(self) -> None:
-        """Move the parameters next to each other, if they are alike and alone use their memory.
+        """Move the parameters next to each other, and update the views.
 
-        Then update the views.
+        They are moved if they have the same dtype and device, and nothing else uses their memory.
         """
         for parameters in (self.weights, self.biases):
             _move_side_by_side(parameters)
         self.update_views()
 
     def update_views(self) -> None:
-        """Set `weight`, `bias` and `fused_gradient` by where the parameters lie now."""
+        """Set `weight`, `bias` and `fused_gradient` for the memory that the parameters now use."""
         self.weight = _view_of_all(self.weights)
         self.bias = _view_of_all(self.biases)
         self.fused_gradient = None
@@ -171,11 +172,11 @@ class FusedLinears:
     def output(self, index: int, input: Tensor) -> Tensor | None:
         """Return the output of one layer, or None if the layer must compute it alone."""
         if index == 0:
-            self._waiting = None  # those of an earlier call
+            self._waiting = None  # may have outputs of an earlier call
             # An inference tensor has no version counter, so a change between the calls of two
             # siblings would not be noticed.
-            is_uncounted = not torch.compiler.is_compiling() and input.is_inference()
-            if not self.views_are_current() or is_uncounted:
+            has_no_version = not torch.compiler.is_compiling() and input.is_inference()
+            if not self.views_are_current() or has_no_version:
                 return None
             output, *others = self.all_outputs(input)
             self._waiting = _WaitingOutputs(input, version_of(input), mode_of(input), tuple(others))
@@ -273,9 +274,9 @@ def mode_of(input: Tensor) -> _Mode:
 
 
 def version_of(input: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for traced and inference tensors.
+    """Return how often a tensor was changed in place.
 
-    These two have no readable count.
+    Return 0 for a traced tensor and for an inference tensor, of which the count cannot be read.
     """
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
@@ -286,8 +287,8 @@ def version_of(input: Tensor) -> int:
 def _move_side_by_side(tensors: list[Any]) -> None:
     """Move tensors of one dtype and device next to each other.
 
-    Nothing is moved if something else, such as a step's plane or a view, uses the memory of one of
-    them: it would still have the old memory.
+    Nothing is moved if the memory of one of them is also used by something else, such as a step's plane
+    or a view, because that would still refer to the old memory.
     """
     are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
     if are_alike and all(fills_storage(tensor) for tensor in tensors):
@@ -302,7 +303,8 @@ def _view_of_all(tensors: list[Tensor]) -> Tensor | None:
     are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
     if not are_alike or not adjacent(tensors):
         return None
-    # A view of the first one, so that autograd notices a change between forward and backward pass.
+    # This is a view of the first tensor, so autograd notices if the tensor changes between the forward and
+    # the backward pass.
     first = tensors[0].detach()
     rows = sum(len(tensor) for tensor in tensors)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

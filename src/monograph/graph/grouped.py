@@ -78,7 +78,10 @@ def _groups_with_rows(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _uses_torch(rows: Tensor, *widths: int) -> bool:
-    """Return whether a GPU's products of these widths are torch's, without a wait of the host."""
+    """Return whether a GPU computes products of these widths by torch's grouped products.
+
+    It does if the host then need not wait for the GPU.
+    """
     is_aligned = all(width % 8 == 0 for width in widths)  # rows of whole 16 bytes
     if rows.dtype != torch.bfloat16 or not is_aligned:
         return False
@@ -97,19 +100,19 @@ def _outer_by_torch(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor
 
 
 def _uses_own_code(rows: Tensor) -> bool:
-    """Return whether a CPU's products are those of `matmul.cpp`."""
+    """Return whether a CPU computes products of such rows by `matmul.cpp`."""
     return rows.dtype == torch.float32 and mkl_is_slow()
 
 
 def _uses_batches(rows: Tensor, ends_E: Tensor) -> bool:
-    """Return whether a CPU's products are one batch: in 16 bits, with enough rows for all groups."""
+    """Return whether a CPU computes products as one batch: in 16 bits, with enough rows on average."""
     return rows.dtype.itemsize == 2 and len(rows) >= grouped_batches.MIN_MEAN_ROWS * len(ends_E)
 
 
 def plain_product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of an input and a weight of the same dtype, [P, N], without a gradient.
 
-    It is for eager code; its call is cheaper than the operator's.
+    It is for eager code, in which a call of it is cheaper than a call of the operator.
     """
     if input_PK.is_cuda:
         if _uses_torch(input_PK, *weight_ENK.shape[1:]):
@@ -203,8 +206,8 @@ def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
             tensor.expand(members, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(tensors, in_dims, strict=True)
         )
-        # All members' rows become one list, in which each member's groups end later by the rows of
-        # the members before it.
+        # The members' rows follow one another in one tensor. So the ends of each member's groups are
+        # raised by the number of rows of the members before it.
         member_index = torch.arange(members, dtype=ends.dtype, device=ends.device)[:, None]
         ends = ends + member_index * left.shape[1]
         result = operator(left.flatten(0, 1), right.flatten(0, 1), ends.flatten())
@@ -224,23 +227,27 @@ def _product_under_vmap(
     right: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, int]:
-    """Compute `product` for all members, whose matrices may be the same for all: a frozen base.
+    """Compute `product` for all members.
 
-    Then the rows of all members are sorted by their group, so each matrix is read once.
+    If they share the matrices, which are then a frozen base, the rows of all members are sorted by
+    their group. So each matrix is read once, not once for each member.
     """
     left_dim, right_dim, ends_dim = in_dims
     if right_dim is not None or left_dim is None or ends_dim is None:
         return _product_of_members(info, in_dims, left, right, ends)
-    left_NPK = left.movedim(left_dim, 0)
-    ends_NE = ends.movedim(ends_dim, 0)
-    members, rows, _ = left_NPK.shape
-    # N is the number of members here. A row's group is the number of groups that end before it or at it.
-    row_NP = torch.arange(rows, dtype=ends.dtype, device=ends.device).expand(members, rows)
-    group_NP = torch.searchsorted(ends_NE.contiguous(), row_NP.contiguous(), right=True)
-    order = group_NP.flatten().argsort(stable=True)
-    ends_E = ends_NE.sum(0, dtype=ends.dtype)
-    out = product(left_NPK.flatten(0, 1)[order], right, ends_E)
-    return torch.empty_like(out).index_copy(0, order, out).unflatten(0, (members, rows)), 0
+    # M is the number of members.
+    left_MPK = left.movedim(left_dim, 0)
+    ends_ME = ends.movedim(ends_dim, 0)
+    members, rows, _ = left_MPK.shape
+    # `ends` has the index after each group's last row. So row p is in the group whose number is the
+    # number of ends that are at most p.
+    row_MP = torch.arange(rows, dtype=ends.dtype, device=ends.device).expand(members, rows)
+    group_MP = torch.searchsorted(ends_ME.contiguous(), row_MP.contiguous(), right=True)
+    order = group_MP.flatten().argsort(stable=True)
+    ends_E = ends_ME.sum(0, dtype=ends.dtype)
+    sorted_out = product(left_MPK.flatten(0, 1)[order], right, ends_E)
+    out = torch.empty_like(sorted_out).index_copy(0, order, sorted_out)
+    return out.unflatten(0, (members, rows)), 0
 
 
 _outer.register_vmap(_vmap_rule(_outer))
@@ -286,6 +293,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
         row_P1 = torch.arange(rows_PN.shape[0], device=rows_PN.device)[:, None]
+        # The group of a row is the number of groups that end at it or before it.
         group_P = (row_P1 >= ends_E).sum(-1)
         return rows_PN + bias_EN[group_P]
 
@@ -331,7 +339,7 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
-    """Return `rows[order]`, [P, D], with a gradient that is gathered, not summed over indices.
+    """Return `rows[order]`, [P, D]. Its gradient is gathered, not summed by index as autograd would.
 
     Args:
         rows_PD: rows.

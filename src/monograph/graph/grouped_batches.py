@@ -5,9 +5,9 @@ do, and the sizes of groups change with each update. So the batch has the same s
 of groups are: it has places for C rows of each group, with C = 1.25 P / E, rounded up to a multiple of
 `CAPACITY_UNIT`.
 
-A group with more than C rows needs another product outside of the batch. In `product` it has the rows
-after the first C, and in `outer` all rows of the group. Its rows are padded to a multiple of C, so that
-there are few shapes.
+A group with more than C rows needs a second product, outside of the batch. In `product`, the second
+product has the rows after the first C. In `outer`, it has all rows of the group, and its result
+replaces that of the batch. Its rows are padded to a multiple of C, so that there are few shapes.
 
 Shapes: P rows, E groups, N outputs, K inputs, C places of each group in the batch (its capacity),
 X = E C places in the batch, Y of them empty, R further rows of one group.
@@ -65,15 +65,17 @@ def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
     # Row p of group e, whose rows begin at b, has the place e C + (p - b).
     place_minus_row_E = torch.arange(groups) * capacity - begins_E
     place_P = torch.arange(rows) + place_minus_row_E.repeat_interleave(sizes_E)
+    sizes_and_ends = zip(sizes_E.tolist(), ends, strict=True)
+    rows_of_groups = [slice(end - size, end) for size, end in sizes_and_ends]
     return _Batch(
         capacity=capacity,
         row_X=row_EC.flatten().clamp(max=rows - 1),
         empty_Y=(row_EC >= ends_E[:, None]).flatten().nonzero()[:, 0],
         place_P=place_P.clamp(max=groups * capacity - 1),
         oversized=[
-            (group, slice(end - size, end))
-            for group, (size, end) in enumerate(zip(sizes_E.tolist(), ends, strict=True))
-            if size > capacity
+            (group, rows_of_group)
+            for group, rows_of_group in enumerate(rows_of_groups)
+            if rows_of_group.stop - rows_of_group.start > capacity
         ],
     )
 

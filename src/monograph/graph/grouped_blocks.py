@@ -5,8 +5,8 @@ wait for the GPU. A group's rows are padded with zeros to whole blocks, and each
 copy of its group's matrix. No shape depends on the sizes of groups: there is always room for the
 largest number of blocks that these rows could need.
 
-The copies need memory. So blocks are computed some at a time: as many as have copies of at most
-`MAX_COPIED_ELEMENTS` elements together, but at least one.
+The copies need memory. So blocks are computed in chunks. The copies of a chunk have together at most
+`MAX_COPIED_ELEMENTS` elements, unless a single block has more.
 
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows, X = N K.
 """
@@ -52,11 +52,14 @@ def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
     ends_E = ends_E.long()
     begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     block_counts_E = (ends_E - begins_E + size - 1) // size
+    # Group e has the blocks from `block_begins_E[e]` up to, but without, `block_ends_E[e]`.
     block_ends_E = block_counts_E.cumsum(0)
     block_begins_E = block_ends_E - block_counts_E
     # Each group that has rows may have, besides full blocks, one that is not full.
     max_blocks = rows // size + min(groups, rows)
     block_B = torch.arange(max_blocks, device=ends_E.device)
+    # The group of a block is the number of groups whose blocks end at it or before it. The same is true
+    # of rows.
     group_B = torch.searchsorted(block_ends_E, block_B, right=True).clamp(max=groups - 1)
     first_row_B = begins_E[group_B] + (block_B - block_begins_E[group_B]) * size
     row_BC = first_row_B[:, None] + torch.arange(size, device=ends_E.device)
@@ -76,7 +79,7 @@ def _in_blocks(rows_PK: Tensor, blocks: _Blocks) -> Tensor:
 
 
 def _chunks(blocks: _Blocks, elements_per_block: int) -> Iterator[slice]:
-    """Yield the chunks of blocks that are computed at a time."""
+    """Yield the chunks of blocks, which are computed one after another."""
     size = max(1, MAX_COPIED_ELEMENTS // elements_per_block)
     for begin in range(0, len(blocks.group_B), size):
         yield slice(begin, begin + size)

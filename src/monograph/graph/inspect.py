@@ -128,8 +128,8 @@ def _extents(module: nn.Module) -> Iterator[_Extent]:
     }
     seen = set[int]()
     for path, submodule in module.named_modules():
-        # Until its first call, spectral norm has the weight itself in the attribute into which its
-        # hook later writes the normalised weight.
+        # The hook of spectral norm writes the normalised weight to an attribute at each call. Before
+        # the first call this attribute has the weight itself, which is no overlap, so it is skipped.
         replaced_in_forward = {
             hook.name
             for hook in submodule._forward_pre_hooks.values()
@@ -184,9 +184,9 @@ def _end_byte(tensor: Tensor) -> int:
 
 
 def _address_map(tensor: Tensor) -> Any:
-    """Return a NumPy array of the tensor's byte offsets for `np.shares_memory`.
+    """Return a NumPy array for `np.shares_memory` that has a tensor's shape and strides, in bytes.
 
-    Its addresses are offsets in the storage, so reading the array would crash.
+    Its address is the tensor's offset in its storage, not a real address: reading the array would crash.
     """
     size = tensor.element_size()
     interface = {
@@ -250,8 +250,8 @@ def unwrap_(module: M) -> M:
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module's blocks by name, in order: the layers between its embedding and its head.
 
-    A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself
-    inside a block. A linear layer is never a block, even if it has an adapter's submodules.
+    A block is an element of an `nn.ModuleList` or `nn.Sequential`, and has submodules. Nothing inside a
+    block is a block. A linear layer is never a block, even if it has an adapter's submodules.
     """
     blocks_by_name: dict[str, nn.Module] = {}
     inside_blocks: set[nn.Module] = set()
@@ -292,6 +292,7 @@ def running_modules(module: nn.Module) -> Iterator[list[str]]:
     The list changes as modules run. A module that raises an error stays in it.
     """
     stack: list[str] = []
+    # The module itself, whose name is "", is called by its class.
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def enter(child: nn.Module, _inputs: object) -> None:
@@ -313,18 +314,14 @@ def running_modules(module: nn.Module) -> Iterator[list[str]]:
 def buffers_kept(*modules: object) -> Iterator[None]:
     """Restore the modules' buffers, such as running means, after the `with` block.
 
-    Buffers that the `with` block replaced by other tensors are restored, too. Frozen parameters are
-    also restored, because a forward pass may write into those of a teacher. But if the frozen
-    parameters are together larger than the trained ones, as the base of adapters is, they are not
-    copied: the copy would take too much memory. Objects that are not modules, such as a loss function,
-    are ignored.
+    Buffers that the `with` block replaced by other tensors are restored, too. So are frozen parameters,
+    because a forward pass may write to them, for example to those of a teacher. But if the frozen
+    parameters are together larger than the trained ones, as the base of adapters is, they are neither
+    copied nor restored: the copy would take too much memory. Objects that are not modules, such as a
+    loss function, are ignored.
     """
-    submodules = [
-        submodule
-        for module in modules
-        if isinstance(module, nn.Module)
-        for submodule in module.modules()
-    ]
+    torch_modules = [module for module in modules if isinstance(module, nn.Module)]
+    submodules = [submodule for module in torch_modules for submodule in module.modules()]
     buffers = [
         (owner, name, buffer) for owner in submodules for name, buffer in owner._buffers.items()
     ]

@@ -45,8 +45,8 @@ class Lora:
         alpha: the adapter's output is multiplied by `scale`, alpha / rank.
         targets: the layers that get an adapter. "all-linear": every linear layer except the head and
             the experts of mixtures, as in PEFT. Another string: a regular expression that matches
-            whole names of layers. A tuple: the last parts of names. The last two may select experts,
-            too.
+            whole names of layers. A tuple: the last parts of names. An expression and a tuple may
+            select experts, too.
         dropout: probability with which elements of an adapter's input are dropped in training.
         base: the format of the weights of experts and of all linear layers except the head: "auto"
             (unchanged), "int8" or "nf4".
@@ -99,7 +99,7 @@ class Adapted(nn.Linear):
         y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with DoRA
 
     D is dropout in training, and the identity otherwise. ||W + s B A|| has the norm of each row. The
-    backward pass takes these norms for constants (DoRA, section 4.3).
+    backward pass treats these norms as constants (DoRA, section 4.3).
 
     Attributes:
         lora_A: its weight is A, [R, K].
@@ -160,16 +160,16 @@ class Adapted(nn.Linear):
     def _is_one_product(self, input: Tensor) -> bool:
         """Return whether `_product` computes the output.
 
-        It does in eager code inside of a transform such as vmap, where an ensemble calls its members,
-        for an adapter without DoRA and without dropped inputs, if all members share the base.
+        It does where an ensemble calls its members: in eager code inside of a transform such as vmap.
+        The adapter must be without DoRA, drop no inputs, and adapt a base that all members share.
         """
         if torch.compiler.is_compiling() or not compat.in_transform():
             return False
         is_plain = self.lora_magnitude_vector is None and not (
             self.lora_dropout.p > 0 and self.training
         )
-        # A transform replaces tensors of which each member has its own by wrapped ones, which are not
-        # parameters. So a base that still is a parameter is one for all members.
+        # If each member has its own base, the transform passes a wrapped tensor, which is not a
+        # parameter. So a base that is a parameter is shared by all members.
         is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
         has_one_dtype = (
             torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
@@ -258,7 +258,7 @@ def adapt(
     """Freeze a module and give its linear layers adapters.
 
     Only the adapters and the rows of `lora.tokens` are trained from then on. The layers stay the
-    same objects and keep their names. `q_proj.weight` gets `q_proj.lora_A.weight`, uniform in
+    same objects and keep their names. A layer `q_proj` gets `q_proj.lora_A.weight`, uniform in
     +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so the module computes the same bits as before.
 
     Args:
@@ -320,8 +320,8 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
     """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
 
-    It must be called again after W was rounded. A layer gets no norms if its W is on the meta device,
-    and so has no numbers, but its adapter is not: then only the adapter is to be read.
+    It must be called again after W was rounded. If W is on the meta device, where tensors have no numbers,
+    but the adapter is not, the layer gets no norms: such a module is made only to read the adapter.
 
     Args:
         module: a module with adapters.
@@ -368,8 +368,8 @@ def _adapt(
         is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
         dtype = kept_dtype(weight) if is_wide else torch.float32
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
-    # The class changes in place, so that whatever refers to the layer still does, and the names of its
-    # tensors stay.
+    # The class changes in place, so that references to the layer stay valid and its tensors keep their
+    # names.
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
     _add_factors(layer, lora, options)

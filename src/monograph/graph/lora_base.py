@@ -1,4 +1,4 @@
-"""Quantise the base, which is the frozen weights under adapters, and dequantise one of its weights."""
+"""Quantise the base, the frozen weights under adapters, and dequantise single weights of it."""
 
 from typing import Literal
 

@@ -39,7 +39,8 @@ def merge(module: nn.Module) -> None:
         weight = merged_weight(layer)
         remove_adapter(layer)
         if isinstance(layer, FrozenWeight):
-            for name in [name for name in layer._parameters if name != "bias"]:
+            stored_names = [name for name in layer._parameters if name != "bias"]
+            for name in stored_names:
                 del layer._parameters[name]
             layer._buffers.clear()  # the table of NF4's 16 values
             layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
@@ -68,14 +69,16 @@ def merged_weight(layer: AnyAdapted) -> Tensor:
     total = weight.detach().to(sum_dtype, copy=True).add_(B_A, alpha=layer.scale)
     magnitude = layer.lora_magnitude_vector
     if magnitude is not None:
-        total *= (magnitude.to(sum_dtype) / row_norms(total).to(magnitude.dtype))[:, None]
+        norms = row_norms(total).to(magnitude.dtype)
+        gain = magnitude.to(sum_dtype) / norms
+        total *= gain[:, None]
     return total.to(weight_dtype)
 
 
 class UnreadTensor(NamedTuple):
     """The description of a tensor, with a function that reads its numbers when they are needed.
 
-    An export can so have one tensor at a time in memory.
+    So an export needs memory for only one tensor at a time.
 
     Attributes:
         name: the tensor's name.
@@ -97,15 +100,11 @@ def plain_parameters(module: nn.Module) -> Iterator[UnreadTensor]:
     module = inspect.unwrapped(module)
     adapted = adapted_layers(module)
     row_tables = tables_with_rows(module)
-    trained_ids = {
-        id(p)
-        for child in module.modules()
-        if isinstance(child, FACTORS)
-        for p in child.parameters()
-    }
+    factors = [child for child in module.modules() if isinstance(child, FACTORS)]
+    trained_ids = {id(p) for factor in factors for p in factor.parameters()}
     trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
     trained_ids |= {id(table.token_rows) for table in row_tables.values()}
-    # Not the state dict, which has a head that is tied to the embedding a second time.
+    # `named_parameters` has a head that is tied to the embedding only once; the state dict has it twice.
     for name, parameter in module.named_parameters():
         if id(parameter) in trained_ids:
             continue

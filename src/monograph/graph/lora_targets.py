@@ -1,8 +1,7 @@
 """Choose the linear layers of a model that get an adapter.
 
-The user names them by the key lora.targets, in one of three ways: "all-linear", another string, which
-is a regular expression for whole names of layers, or a list of last parts of names, such as
-["q_proj", "v_proj"].
+The key lora.targets names them in one of three ways: "all-linear"; a regular expression for whole
+names of layers; or a list of last parts of names, such as ["q_proj", "v_proj"].
 """
 
 import re
@@ -49,9 +48,9 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     # The head is left out, because the loss reads the head's weight and never calls the head. So an
     # adapter would have no effect.
     head = head_of(module)
-    # These three classes compute W x + b (the last two with a quantised W). There, the low-rank product
-    # that an adapter adds to the output is a change of W. A subclass of nn.Linear with another forward
-    # is left out, because this need not hold for it.
+    # Layers with these forward passes compute W x + b (the last two with a quantised W), so adding an
+    # adapter's low-rank product to the output is the same as changing W. This need not hold for a subclass
+    # of nn.Linear with another forward pass, which is therefore left out.
     plain_forwards = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer

@@ -11,13 +11,14 @@
 namespace {
 
 constexpr long LANES = 16, ROWS = 8, COLUMNS = 2 * LANES;
-// A panel is 16 KiB, so that it fits the L1 cache together with a tile's rows of the left.
+// A panel is 16 KiB, so that it fits the L1 cache together with a tile's rows of the left operand.
 constexpr long DEPTH = 128;
-// Row stride above which a panel read in place would evict itself from the L1 cache, whose sets are chosen by address.
+// Row stride in elements above which a panel is copied before it is read: parts of it would otherwise evict one another
+// from the L1 cache, whose sets are chosen by address.
 constexpr long MAX_STRIDE_IN_PLACE = 512;
 // Number of multiplications from which waking other threads is worth it.
 constexpr long MIN_FOR_THREADS = 1 << 21;
-// In `grouped`, rows that one thread multiplies with a group's matrix at a time. Each time it copies the panels again.
+// In `grouped`, the most rows of a task, which a thread multiplies by its group's matrix. Each task copies the panels.
 constexpr long CHUNK = 192;
 
 struct Matrix {
@@ -26,7 +27,7 @@ struct Matrix {
     const float* at(long i, long j) const { return data + i * row + j * column; }
 };
 
-// out[R, COLUMNS] = or += left[R, depth] @ right[depth, COLUMNS], where the right's columns are contiguous.
+// out[R, COLUMNS] = left[R, depth] @ right[depth, COLUMNS], or += if `add`; the right operand's rows are contiguous.
 template <long R>
 void tile(long depth, Matrix left, Matrix right, float* out, long stride, bool add) {
     __m512 sums[R][2];
@@ -57,7 +58,8 @@ long tiles(long i, long rows, long width, long depth, Matrix left, Matrix right,
             tile<R>(depth, left_rows, right, out + i * stride, stride, add);
             continue;
         }
-        // The last columns, fewer than a tile has: the tile is computed beside the product, and part of it copied.
+        // The last columns are fewer than a tile has. So the tile is computed in a buffer of its own, and only the part
+        // that belongs to the product is copied or added.
         float edge[R * COLUMNS];
         tile<R>(depth, left_rows, right, edge, COLUMNS, false);
         for (long r = 0; r < R; ++r)
@@ -112,6 +114,7 @@ extern "C" void batched(long batch, long rows, long depth, long columns, const f
 extern "C" void matmul(long rows, long depth, long columns, const float* left, long left_row, long left_column,
                        const float* right, long right_row, long right_column, float* out) {
     const long threads = rows * depth * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
+    // A thread's share of the rows, rounded up to whole tiles.
     const long share = ((rows + threads - 1) / threads + ROWS - 1) / ROWS * ROWS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long i = 0; i < rows; i += share)
@@ -127,8 +130,11 @@ extern "C" void grouped(long groups, const int* ends, long depth, long columns, 
         long group, begin, rows;
     };
     std::vector<Task> tasks;
-    for (long e = 0, begin = 0; e < groups; begin = ends[e++])
-        for (long i = begin; i < ends[e]; i += CHUNK) tasks.push_back({e, i, std::min(CHUNK, ends[e] - i)});
+    long group_begin = 0;
+    for (long e = 0; e < groups; ++e) {
+        for (long i = group_begin; i < ends[e]; i += CHUNK) tasks.push_back({e, i, std::min(CHUNK, ends[e] - i)});
+        group_begin = ends[e];
+    }
     const long threads = ends[groups - 1] * depth * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (const Task& task : tasks)
@@ -140,6 +146,7 @@ extern "C" void grouped(long groups, const int* ends, long depth, long columns, 
 extern "C" void grouped_outer(long groups, const int* ends, long rows, long columns, const float* left, long left_row,
                               long left_column, const float* right, long right_row, long right_column, float* out) {
     const long threads = ends[groups - 1] * rows * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
+    // A task is a share of the output's rows for one group.
     const long share = (rows + threads - 1) / threads, shares = (rows + share - 1) / share;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (long task = 0; task < groups * shares; ++task) {
@@ -148,6 +155,7 @@ extern "C" void grouped_outer(long groups, const int* ends, long rows, long colu
         float* task_out = out + (e * rows + i) * columns;
         // A group without rows has a depth of 0, at which `multiply` writes nothing.
         if (ends[e] == begin) std::fill_n(task_out, task_rows * columns, 0.0f);
+        // The left operand's strides are swapped, which transposes it.
         multiply(task_rows, ends[e] - begin, columns,
                  {left + begin * left_row + i * left_column, left_column, left_row},
                  {right + begin * right_row, right_row, right_column}, task_out);

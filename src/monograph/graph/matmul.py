@@ -1,13 +1,14 @@
 """Replace fp32 matrix products in captured graphs on CPUs where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, which
-library computes a product depends on its number of multiplications (dev/log.md):
+MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. On these
+processors, a product's number of multiplications decides what computes it (dev/log.md):
 
     products of two matrices    MKL below `NATIVE_FROM`, oneDNN from `ONEDNN_FROM`, `matmul.cpp` in between
     batches of products         `matmul.cpp` below `ONEDNN_FROM`, MKL from there
 
-MKL also keeps products that are too narrow for `matmul.cpp` (`MIN_NATIVE_WIDTH`). Eager code uses
-MKL for all products and is the reference; only `linear` uses oneDNN there, too.
+MKL also computes products that are too narrow for `matmul.cpp` (`MIN_NATIVE_WIDTH`). Eager code is the
+reference, and uses MKL, except for the products of `linear`, which oneDNN computes, and for grouped
+products (`grouped_out`), which `matmul.cpp` computes.
 
 Shapes: B products at once, N rows, K summed, M columns; P rows in E groups.
 """
@@ -28,11 +29,13 @@ from monograph.compat import inductor
 from monograph.device import clock, cpu_model
 from monograph.storage.cache_dir import cached_answer
 
-# Multiplications from which `matmul.cpp` is faster than MKL, whose call is the cheapest.
+# Multiplications from which `matmul.cpp` is faster than MKL. For smaller products MKL is the fastest,
+# because a call of it has the smallest fixed cost.
 NATIVE_FROM = 2**18
 # Multiplications from which `matmul.cpp` is no longer the fastest.
 ONEDNN_FROM = 2**27
-# Rows and columns that `matmul.cpp` needs: less would leave most of a tile of 8 x 32 empty.
+# The least number of rows and of columns for `matmul.cpp`: with fewer, most of its tile of 8 x 32 would
+# be empty.
 MIN_NATIVE_WIDTH = 32
 SOURCE = Path(__file__).with_suffix(".cpp")
 # MKL counts as slow if oneDNN is more than this many times as fast: 2.2 times on a Zen 5, 0.9 on a
@@ -58,6 +61,8 @@ def mkl_is_slow() -> bool:
 
 
 def _onednn_is_faster() -> bool:
+    """Measure whether oneDNN is more than SLOW_MKL_RATIO times as fast as MKL."""
+
     def time_s(product: Callable[[Tensor, Tensor], Tensor]) -> float:
         left = torch.ones(1024, 192)
         right = torch.ones(192, 512)
@@ -67,8 +72,8 @@ def _onednn_is_faster() -> bool:
 
     # The caller's modes are switched off: autocast, or one that makes tensors without numbers.
     with compat.without_modes(), torch.autocast("cpu", enabled=False):
-        # The two take turns, and the shortest time of each counts, since other processes hardly
-        # change that.
+        # The two take turns, and the shortest time of each counts, because other processes hardly
+        # affect the shortest time.
         times = [(time_s(torch.mm), time_s(onednn)) for _ in range(10)]
     mkl_s = min(mkl for mkl, _ in times)
     onednn_s = min(onednn for _, onednn in times)
@@ -155,6 +160,9 @@ def grouped_outer_out(left_PN: Tensor, right_PM: Tensor, ends_E: Tensor, *, out:
 def _native_function(name: str, dimensions: tuple[int, int]) -> Callable[..., None]:
     """Return a function of `matmul.cpp`; the first call compiles the file, which takes a second.
 
+    The function takes the sizes, then the address and the strides of the left and of the right operand, then
+    the address of the result.
+
     Args:
         name: the function's name.
         dimensions: the number of dimensions of the left and of the right operand.
@@ -198,8 +206,9 @@ def inductor_options() -> dict[str, Any]:
         # Such a call takes 2.3 microseconds instead of 4.3 (dev/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
-    # Two users of a machine may share Inductor's cache, but have measured another answer. A graph that was
-    # compiled where MKL is slow calls functions that are registered only there.
+    # The answer is part of the pass's key in Inductor's cache: two users of a machine may share the cache
+    # although they measured different answers, and a graph that was compiled for a slow MKL calls
+    # functions that are registered only there.
     choice = f"MKL is slow: {is_slow}"
     rewrite_products = compat.graph_pass(rewrite, __file__, inductor.__file__, choice=choice)
     return {"post_grad_custom_post_pass": rewrite_products}

@@ -1,15 +1,17 @@
-"""Compute one of an adapter's two matrices for many members at once, where the backward pass adds its
-gradient to the buffer of an update.
+"""Compute the products of one of an adapter's two matrices for many members at once.
+
+The backward pass adds the matrix's gradient to the buffer that sums the gradients of an update:
 
     y_m = x_m q(W_m)^T        dx_m = dy_m q(W_m)        total_m += dy_m^T x_m
 
-q(W) is the weight as it was rounded once for the update. Without this, each weight would be rounded, and its
-gradient widened and added, by kernels of their own: six for each adapted layer, beside its six products of
-A and B. This is `monograph.ops.fused_gradients` for members.
+q(W) is the weight as it was rounded once for the update. Without this file, separate kernels would round each
+weight, and widen and add its gradient: six kernels for each adapted layer, in addition to those of its six
+products with A and B. This is `monograph.ops.fused_gradients` for members.
 
-The totals of all matrices are parts of one plane, and a compiled graph gets the plane, not its parts. Parts
-of [N, size] lie in each other's gaps, so a compiler cannot tell that they do not overlap. It would copy each
-part before it is written, and back at the end: four kernels for each adapted layer.
+The totals of all matrices are parts of one plane, [N, size]. A part is not contiguous: between its rows are
+rows of other parts. So a compiler cannot tell that parts do not overlap. It would copy each part before it
+is written, and back at the end: four kernels for each adapted layer. Therefore a compiled graph gets the
+plane, not its parts.
 
 Shapes: N members, L rows of a member, R outputs, K inputs.
 """
@@ -129,8 +131,9 @@ def _backward(ctx: _FactorContext, dy_NLR: Tensor) -> tuple[Tensor | None, ...]:
 _factor_products.register_autograd(_backward, setup_context=_setup_context)
 
 
-# vmap needs an operator to which its rule belongs. Autograd sees the operator that the rule calls. torch's
-# cache of compiled graphs knows the rule only by the operator's name, see `monograph.ensemble.call`.
+# A rule of vmap belongs to an operator, which is this one. The rule replaces it by the operator above,
+# `member_factor_products`, whose backward pass autograd calls. torch's cache of compiled graphs knows the
+# rule only by the name of its operator, see `monograph.ensemble.call`.
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
     "member_factor_product(Tensor x, Tensor weight, Tensor rounded, Tensor plane, int offset) -> Tensor"

@@ -3,9 +3,8 @@
     y_m = x_m W^T + (x_m A_m^T) B_m^T
 
 The product with W has the rows of all members, and dequantises W once. The adapters' products add to its
-result, forward and backward, so that no pass over all members' rows only scales or adds. One member's rows
-may fit a CPU's cache, but those of all members do not, so such a pass takes longer than with one member at
-a time.
+result, forward and backward. So there is no separate pass over all members' rows that only scales or adds:
+such a pass would be slow, because one member's rows may fit a CPU's cache, but all members' rows do not.
 
 Shapes: M members, L rows of a member, K inputs, N outputs, R rank; V members of a transform.
 """
@@ -43,7 +42,7 @@ class _MembersProduct(torch.autograd.Function):
         dlow_m = dy_m B_m        dx_m = dy_m W + dlow_m A_m
         dA_m = dlow_m^T x_m      dB_m = dy_m^T low_m
 
-    x is [1, L, K] if all members have the same rows. These must not need a gradient if M > 1.
+    x is [1, L, K] if all members have the same rows. If also M > 1, x must not need a gradient.
     """
 
     @staticmethod

@@ -77,7 +77,7 @@ class MappedPieces(MappedWeight):
             return function(*args, **kwargs or {})
 
 
-# What does not read a tensor's numbers, but its shape, its memory or its flags.
+# The functions that do not read a tensor's numbers, only its shape, its memory's address or its flags.
 _METHODS = (
     "data_ptr dim element_size is_complex is_contiguous is_floating_point numel requires_grad_ size "
     "stride untyped_storage"
@@ -150,7 +150,7 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sort mapped parameters by their position in the file, so that it is read from the beginning on.
+    """Sort mapped parameters by their position in the file, so that the file is read in order.
 
     Parameters that are not mapped come first.
     """

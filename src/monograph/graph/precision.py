@@ -13,7 +13,7 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.ranges import ABOVE_0, COUNT
 
-# Without those of `FP8`, which are bf16 everywhere except in some products.
+# The precisions of `FP8` are not listed: they are bf16 everywhere except in some products.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP8 = ("fp8", "fp8_head")  # products in fp8: of the blocks' linear layers; of the head
 SMALLEST_SCALE = 1.0
@@ -52,7 +52,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch dtype; for those of `FP8` the dtype of all but the products in fp8."""
+        """Return the torch dtype; for a precision of `FP8`, that of all but the products in fp8."""
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
@@ -70,11 +70,11 @@ class Precision:
 
     @property
     def datasheet_name(self) -> str:
-        """Return the name of the datasheet's rate that most products can reach at best."""
+        """Return which of a datasheet's rates is the upper bound for most products."""
         return "bf16" if self.name == "fp8_head" else self.name
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for matrix products outside of autocast, of tensors of `dtype`."""
+        """Return the dtype in which tensors of `dtype` are multiplied outside of autocast."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:

@@ -50,7 +50,7 @@ Contexts = Callable[[], tuple[ContextManager, ContextManager]]
 class CopyStream:
     """A separate stream for copies between a device and its host.
 
-    A CPU has one memory and no streams; there tensors are copied at once.
+    A CPU has one memory and no streams; there a copy is made before the method returns.
 
     Attributes:
         stream: the CUDA stream; None on a CPU.
@@ -140,7 +140,7 @@ class OffloadedInput:
         assert self.prefetched is not None
         tensor, arrived = self.prefetched
         self.prefetched = None
-        needed_next = self.sent_before() if self.sent_before else None
+        needed_next = self.sent_before() if self.sent_before else None  # None also if it is gone
         if needed_next:
             needed_next.prefetch()
         if arrived is not None:
@@ -211,8 +211,8 @@ def apply_policy(module: nn.Module, policy: Policy) -> None:
     `Remat.Off()` gives the blocks their own forward passes back.
 
     Raises:
-        UsageError: the module has no blocks, the policy is not for as many blocks as it has, or a
-            block has no forward pass.
+        UsageError: the module has no blocks, the number of policies in a `PerLayer` is not the number
+            of blocks, or a block has no forward pass.
     """
     blocks_by_name = blocks(module)
     policies = _policies_of_blocks(policy, len(blocks_by_name))
@@ -274,7 +274,7 @@ def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[BlockPolicy, 
 
 
 def forward_to_compile(block: nn.Module) -> tuple[object, str]:
-    """Return the object and the attribute that has the forward pass of a block to compile.
+    """Return where a capture finds the forward pass of a block: an object, and the attribute's name.
 
     Under `Full` and `Offload` the block's own forward pass is compiled, and recomputation stays
     outside of the graph. Under all other policies the graph includes recomputation.
@@ -323,7 +323,8 @@ def _forward_with_policy(block: _BlockWithPolicy, *args: object, **kwargs: Any) 
 def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     """Return contexts that keep the named results.
 
-    A name is an operator's name and the number of the call among the block's calls of it, from 0.
+    A name has two parts: the operator's name, and which of the block's calls of this operator it is,
+    counted from 0.
     """
 
     def contexts() -> tuple[ContextManager, ContextManager]:
@@ -350,9 +351,9 @@ def _eager_contexts(
 ) -> tuple[ContextManager, ContextManager]:
     """Return the contexts of the forward pass and of its recomputation.
 
-    The recomputation reads the buffers as they were before the forward pass. After the recomputation
-    they get back the values that they had before it. Otherwise a module that changes its buffers in
-    its forward pass, such as running means, would change them twice.
+    A module may change buffers, such as running means, in its forward pass. So the recomputation must
+    read the values that the buffers had before the forward pass, and must not change the buffers a
+    second time: after it, they get the values back that they had before it.
     """
     forward_context, recomputation_context = (
         contexts() if contexts else (nullcontext(), nullcontext())
@@ -498,6 +499,7 @@ def record_blocks(
         *args: object,
         **kwargs: object,
     ) -> object:
+        """Run a block's own forward pass, as the fake module's blocks do, and record its costs."""
         state = [*block.parameters(), *block.buffers()]
         output, recording = record(own_forward, state, *args, **kwargs)
         if captured and with_stored_bytes:
@@ -520,10 +522,7 @@ def record_blocks(
         (tensor.fake_mode for tensor in module_state if isinstance(tensor, FakeTensor)),
         FakeTensorMode(allow_non_fake_inputs=True),
     )
-    fake_by_id = {
-        id(tensor): tensor if isinstance(tensor, FakeTensor) else _fake(tensor, fake_mode, device)
-        for tensor in module_state
-    }
+    fake_by_id = {id(tensor): _fake(tensor, fake_mode, device) for tensor in module_state}
     compiling = compat.as_if_compiling() if captured else nullcontext()
     reason = "they did not run"  # unless the pass fails with an error
     with fake_mode, torch.enable_grad(), compiling:
@@ -547,6 +546,11 @@ def record_blocks(
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
-    """Return a fake tensor or parameter of the tensor's shape and dtype, on `device` if given."""
+    """Return a fake tensor or parameter of the tensor's shape and dtype, on `device` if given.
+
+    A tensor that is fake already is returned itself.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor
     moved = mode.from_tensor(tensor).detach().to(device or tensor.device)
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

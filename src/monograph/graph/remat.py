@@ -5,8 +5,9 @@ the others again.
 
 A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
 product, convolution or attention of a block. One run of a block, which may be with fake tensors,
-records its products and the bytes that autograd stores. A policy may have a budget of bytes. Which
-products are then kept is a 0-1 knapsack: keeping a result costs bytes, and recomputing it costs FLOPs.
+records its products and the bytes that autograd stores. A policy may have a budget of bytes. Choosing
+the products to keep is then a 0-1 knapsack problem: keeping a result costs bytes, and recomputing it
+costs FLOPs.
 `monograph.graph.recompute` makes blocks follow a policy.
 """
 
@@ -26,9 +27,9 @@ from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
 # The number of choices on a Pareto front (`pareto_front`) may double with every group, so the front is
-# thinned to about this many. This costs little: if N is the largest number of bytes on the front, the best
-# choice that is left within a limit needs no more FLOPs than the best choice of the whole front within a
-# limit that is lower by N / MAX_CHOICES (`_thin_out`).
+# thinned to about this many (`_thin_out`). This costs little. Let N be the largest number of bytes of a
+# choice on the front. Within L bytes, the best choice of the thinned front needs no more FLOPs than the
+# best choice of the whole front within L - N / MAX_CHOICES bytes.
 MAX_CHOICES = 512
 
 
@@ -51,7 +52,7 @@ def pareto_front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
 
     A combination has the sums of its choices' bytes and FLOPs, and all their selections. It is on
     the Pareto front, and returned, if no other has at most its bytes and at most its FLOPs. Groups
-    are added one by one, and combinations off the front are dropped at once. Source: Nemhauser and
+    are added one by one, and combinations off the front are dropped after each. Source: Nemhauser and
     Ullmann, "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969).
     """
     front = [Choice(0, 0, ())]
@@ -63,9 +64,11 @@ def pareto_front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
             for b in options
         ]
         front = []
-        for stored_bytes, flops, a, b in sorted(combinations, key=lambda each: each[:2]):
-            # Combinations come with rising bytes. So one is off the front unless it takes fewer
-            # FLOPs than the last one on it.
+        # By bytes, and with equal bytes by FLOPs.
+        in_order = sorted(combinations, key=lambda combination: combination[:2])
+        for stored_bytes, flops, a, b in in_order:
+            # All that are on the front so far have at most the bytes of this one. So it is on the front
+            # only if it needs fewer FLOPs than the last of them.
             if not front or flops < front[-1].flops:
                 front.append(Choice(stored_bytes, flops, a.selection + b.selection))
         front = _thin_out(front)
@@ -79,7 +82,7 @@ def cheapest_within(choices: Iterable[Choice], limit_bytes: int) -> Choice | Non
 
 
 def _thin_out(choices: list[Choice]) -> list[Choice]:
-    """Return a Pareto front, which has rising bytes, with about MAX_CHOICES of its choices.
+    """Return about MAX_CHOICES of the choices of a Pareto front, in its order: with rising bytes.
 
     Of choices with about the same bytes, the one with the fewest FLOPs is kept.
     """
@@ -94,7 +97,7 @@ def _thin_out(choices: list[Choice]) -> list[Choice]:
 
 
 class Remat:
-    """The policies of recomputation, for all blocks of a module or for each.
+    """The policies of recomputation, for all blocks of a module or for each block.
 
     Every policy gives the loss and gradients of `Off`: to the bit if the step runs eagerly, within
     the compiler's rounding if it is captured. Only memory and time differ.
@@ -188,8 +191,8 @@ class Product(NamedTuple):
     """A matrix product, convolution or attention of a block, which is expensive to recompute.
 
     Attributes:
-        name: the operator's name, and the number of the call among the block's calls of this
-            operator, from 0.
+        name: the operator's name, and which of the block's calls of this operator it is, counted from
+            0.
         stored_bytes: size of the results.
         flops: cost of computing the results; a multiplication and an addition are two FLOPs.
     """

@@ -1,4 +1,4 @@
-"""Capture a function's device work once as a CUDA graph, and replay it with one launch of the host.
+"""Capture a function's device work once as a CUDA graph, and replay it with one launch.
 
 `Replays` does so for a function without inputs on the device. A captured graph reads fixed addresses,
 so `StaticInputs`, which replays a function of a batch, copies each batch to the addresses that the
@@ -86,7 +86,7 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
         finally:
-            # After an error too, because later work must wait for the work that was launched.
+            # This is also needed after an error: later work must wait for the work that was launched.
             current.wait_stream(self._stream)
         if waits:
             return f"the host waits for the device at {waits[0]}"
@@ -98,7 +98,7 @@ class CudaGraphs:
     def record(self, work: GraphWork) -> Graph:
         """Capture the work; other threads, such as one that fills pinned memory, may run meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        begun = False
+        begun = False  # whether there is a capture that must be ended after an error
         current = torch.cuda.current_stream(self.device)
         try:
             # "thread_local", because the other threads may call what a capture forbids.
@@ -144,15 +144,15 @@ def _host_waits() -> Iterator[list[str]]:
 
 
 class Replays:
-    """A function that is replayed, with one graph for each variant, which is a tuple of its arguments.
+    """A function that is replayed. Each variant, a tuple of its arguments, has a graph of its own.
 
     The function's only effect must be on device memory. The first WARM_UP runs of a variant are
     ordinary calls. The capture follows the last of them. A capture records the function's work without
     doing it, so the work is done exactly as often as the caller asks.
 
-    Variants may be of the same kind, which need the same memory. If one of a kind is captured, another one is
-    captured instead of called for the last time, and then replayed: a call would need as much memory
-    again, besides what the graphs share.
+    Variants of the same kind need the same memory, which their graphs share. An ordinary call would
+    need as much memory again. So once one variant of a kind is captured, the last of the WARM_UP runs of
+    another one is not a call: the variant is captured, and the graph is replayed.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class Replays:
         """Run the function `times` times with the arguments `variant`.
 
         Raises:
-            NotReplayable: the function cannot be captured; the message says why. It ran before, unless
-                variants have kinds (`NotReplayable.is_done`).
+            NotReplayable: the function cannot be captured; the message says why, and `is_done`
+                whether the function ran before the error.
         """
         for _ in range(times):
             graph = self._graphs.get(variant)
@@ -212,13 +212,18 @@ class Replays:
             if self._recorder is None:
                 work()
             elif calls < WARM_UP:
-                # A reason against a capture is not read here: compiling, in the first call, may give one.
+                # The reason that `warm_up` may return is ignored: in the first call, it may be that of a
+                # compilation.
                 self._recorder.warm_up(work)
-            elif self._kind_of(variant) in {self._kind_of(captured) for captured in self._graphs}:
+            elif self._has_graph_of_kind(self._kind_of(variant)):
                 self._graphs[variant] = _capture(work, self._recorder, is_done=False)
                 self._graphs[variant].replay()
             else:
                 self._graphs[variant] = _call_and_capture(work, self._recorder)
+
+    def _has_graph_of_kind(self, kind: Hashable) -> bool:
+        """Return whether a variant of this kind is captured."""
+        return any(self._kind_of(captured) == kind for captured in self._graphs)
 
 
 def _call_and_capture(work: GraphWork, recorder: Recorder) -> Graph:
@@ -310,7 +315,7 @@ class HostState:
             if not _is_unchanged(attributes.get(name), recorded):
                 return name
         for attributes, names in self._names:
-            # Comparing the numbers of names is fast, which matters before each replay.
+            # Only the numbers of names are compared: that is fast, which matters before each replay.
             if len(attributes) != len(names):
                 return min(attributes.keys() ^ names)
         for parameter, flag in self._requires_grad:
@@ -354,8 +359,8 @@ class StaticInputs:
         copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers);
         return copies of the tensors that function(buffers) returned when it was captured
 
-    The function's only effect must be on device memory. A batch may be any pytree of tensors on the
-    device and plain values, and so may a result. If a batch cannot be replayed, the function is
+    The function's only effect must be on device memory. A batch and a result may be any pytree of tensors
+    on the device and plain values. If a batch cannot be replayed, the function is
     called, and `announce` gets the reason in one line.
     """
 
@@ -377,8 +382,9 @@ class StaticInputs:
             host: records the host's state that the function reads; when it changes, the function is
                 captured again.
             announce: gets each reason for calling instead of replaying, once.
-            mode: returns a value on which the function's work depends besides the batch. Each value has captures
-                of its own. In `host`, a value that changes to and fro would discard all captures each time.
+            mode: returns a value on which the function's work depends besides the batch. Each value has
+                captures of its own. If the value were part of `host`, each change of it would discard
+                all captures.
         """
         self.function = function
         self._device = device
@@ -389,8 +395,8 @@ class StaticInputs:
         self._replays = Replays(self._run, recorder, kind_of=lambda variant: variant[0])
         # A kind is the key of batches with the same structure, shapes, dtypes and plain values.
         self._inputs: dict[Hashable, _BatchBuffers] = {}
-        # For each kind and mode, what the function returned. Once it is captured, this is what it returned
-        # to its capture: replays write to these tensors.
+        # What the function returned for each kind and mode. After a capture, only what it returned during
+        # the capture is kept: replays write to these tensors.
         self._results: dict[tuple[Hashable, Hashable], list[Any]] = {}
         self._host_state: HostState | None = None
         self._changed_attribute = ""
@@ -451,10 +457,11 @@ class StaticInputs:
             self._announce_once(str(reason))
             if not reason.is_done:
                 return self.function(batch)
-        # A replay adds no result, but writes to the last one. A call adds a result, and so does a capture: its
-        # tensors get values only when the graph is replayed. A capture that follows a call is not replayed
-        # for this batch. So the result for this batch is the first new one, or the last one if there is no
-        # new one.
+        # The result of this batch is the first new one, or the last one if there is no new one:
+        #   a call                      adds its result
+        #   a call, then a capture      adds two, of which only the call's has values
+        #   a capture, then a replay    adds one, whose tensors the replay writes
+        #   a replay                    adds none, and writes to the tensors of the last one
         new_results = results[earlier_result_count:]
         result = new_results[0] if new_results else results[-1]
         del results[:-1]
@@ -508,8 +515,8 @@ class StaticInputs:
 
 
 def _leaf_key(leaf: object) -> Hashable:
-    """Return the properties on which a graph depends, of one value in a batch.
+    """Return the properties of one value in a batch on which a graph depends.
 
-    For a tensor they are its shape and dtype, and for a plain value its type and the value.
+    A tensor has its shape and dtype, and a plain value its type and itself.
     """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

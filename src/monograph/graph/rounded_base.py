@@ -24,8 +24,7 @@ def round_frozen_weights(
     Args:
         module: a module with adapters.
         dtype: autocast's dtype.
-        more: other modules of which the weights may be rounded, because they are read only in
-            `dtype`.
+        more: other modules whose weights may be rounded, because they are read only in `dtype`.
         device: where these weights are moved, one after another; None: they are not moved.
     """
     rounding_modules: set[nn.Module] = {
@@ -39,18 +38,13 @@ def round_frozen_weights(
         if m not in rounding_modules
         for p in m.parameters(recurse=False)
     }
-    parameters = {
-        id(p): p
-        for m in rounding_modules
-        for p in (m._parameters.get("weight"), m._parameters.get("bias"))
-        if p is not None
-    }
-    to_round = [
-        p
-        for key, p in parameters.items()
-        if key not in read_elsewhere and kept_dtype(p) == torch.float32
-    ]
-    for parameter in in_file_order(to_round):
+    to_round: dict[int, nn.Parameter] = {}
+    for m in rounding_modules:
+        for p in (m._parameters.get("weight"), m._parameters.get("bias")):
+            if p is None or id(p) in read_elsewhere or kept_dtype(p) != torch.float32:
+                continue
+            to_round[id(p)] = p
+    for parameter in in_file_order(to_round.values()):
         is_mapped = isinstance(parameter, MappedWeight)
         moved = parameter.data.to(device or parameter.device, copy=is_mapped)
         replace_data(parameter, moved.to(dtype))

@@ -29,13 +29,14 @@ def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_sharing_frozen(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that has copies of all that a training may change, and shares the rest.
+    """Return a copy of a module that shares with it what no training changes.
 
-    It shares frozen parameters and constants, which are buffers outside of the state dict. The tensors
-    may have no data.
+    The two share frozen parameters and constants, which are buffers outside of the state dict. The copy
+    has copies of all other tensors. The tensors may have no data.
     """
-    # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by identity,
-    # so tied tensors stay tied. Own tensors are listed, too, as copy.deepcopy refuses those without data.
+    # The memo of copy.deepcopy has, by an object's id, what stands in the object's place in the copy. A
+    # tensor with two names has one id, so tied tensors stay tied. The memo also has the copies of the
+    # tensors that are not shared, because copy.deepcopy refuses tensors without data.
     memo: dict[int, Any] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
@@ -106,21 +107,20 @@ def copy_without_adapters(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def compute_alike(modules: Sequence[nn.Module]) -> bool:
-    """Return whether modules of one structure have the same outputs in evaluation mode, whatever the
-    seed, rank and scale of their adapters.
+    """Return whether modules of one structure have the same outputs in evaluation mode.
 
-    New adapters have no effect, because their B is zero.
+    The seed, rank and scale of a new adapter do not matter, because it has no effect: its B is zero.
     """
     return all(_computes_as(modules[0], other) for other in modules[1:])
 
 
 def _computes_as(one: nn.Module, other: nn.Module) -> bool:
     """Return whether two modules of one structure have the same outputs; see `compute_alike`."""
-    factors_of_new = set[str]()
+    new_factor_names = set[str]()  # A and B of the adapters that have no effect
     layers = zip(adapted_layers(one).items(), adapted_layers(other).values(), strict=True)
     for (name, layer), other_layer in layers:
         if not layer.lora_B.weight.any() and not other_layer.lora_B.weight.any():
-            factors_of_new |= {f"{name}.lora_A.weight", f"{name}.lora_B.weight"}
+            new_factor_names |= {f"{name}.lora_A.weight", f"{name}.lora_B.weight"}
         elif layer.scale != other_layer.scale:
             return False
     tensors = one.state_dict()
@@ -130,5 +130,5 @@ def _computes_as(one: nn.Module, other: nn.Module) -> bool:
         tensor.data_ptr() == other_tensors[name].data_ptr()
         or torch.equal(tensor, other_tensors[name])
         for name, tensor in tensors.items()
-        if name not in factors_of_new
+        if name not in new_factor_names
     )

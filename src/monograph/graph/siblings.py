@@ -27,7 +27,7 @@ from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_par
 # The attributes of a module that have its hooks. A layer with hooks must be called by itself.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-# See `fuse_siblings`.
+# What runs a module once: the arguments of a call, or a function that calls it; see `fuse_siblings`.
 Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object]
 
 
@@ -68,6 +68,7 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[LayerCall
         kwargs: dict[str, object],
         output: Tensor,
     ) -> None:
+        """Note a call of a linear layer; this is a forward hook."""
         values = [*args, *kwargs.values()]
         if len(values) != 1 or not isinstance(values[0], Tensor):
             return
@@ -138,7 +139,7 @@ def groups_to_fuse(
 
 
 def _layers_with_same_inputs(calls: list[LayerCall]) -> Iterable[list[str]]:
-    """Return the names of the layers, those with the same inputs in all their calls together."""
+    """Return the layers' names in groups: layers of a group had the same inputs in all their calls."""
     inputs_by_layer: dict[str, list[Hashable]] = {}
     for call in calls:
         # One product serves several layers only if neither the tensor nor the modes of autocast and
@@ -179,6 +180,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             parameters = [layer._parameters.get("weight"), layer._parameters.get("bias")]
+            # The names that these parameters have in other layers.
             other_names = [
                 shared_name
                 for parameter in parameters
@@ -227,8 +229,8 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
     Weights are moved next to each other in memory, once. Modules, names, parameters and gradients
     do not change, and a `Step` that is made later keeps siblings side by side in its planes.
 
-    Layers are fused if they read the same unchanged tensor at each call, always in the same order,
-    and have the same dtype and device, and either all or none of them have a bias and are trained.
+    Layers are fused if they read the same unchanged tensor at each call, always in the same order. They
+    must have the same dtype and device. Either all or none must have a bias, and all or none be trained.
     Families that span blocks are split if blocks are recomputed or captured one by one. Every call
     is checked again: a layer that gets another tensor than its siblings computes alone.
 
@@ -241,9 +243,9 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
             or a function without arguments that calls the module.
 
     Returns:
-        The families, and the layers that stay separate with the reason: subclasses with their own
-        forward pass, layers with hooks, tied or computed weights, outputs that are changed in place
-        or must be contiguous.
+        The families, and the layers that stay separate, with the reason for each. Reasons are a
+        subclass with its own forward pass, hooks, a tied or computed weight, and an output that is
+        changed in place or must be contiguous.
     """
     module = unwrap_(module)
     # First, because the forward pass of a fused layer is not nn.Linear's, so it would stay separate.
@@ -291,7 +293,7 @@ def fuse_known(module: nn.Module) -> None:
         all_are_linear = len(layers) == len(siblings)
         if not all_are_linear or any(each in obstacles for each in sibling_names):
             continue
-        # `_kind` reads the weight. A layer with a narrow base has none, but that is an obstacle.
+        # `_kind` reads the weight. A layer with a quantised base has none, but it is among the obstacles.
         are_alike = len({_kind(layer) for layer in layers}) == 1
         if not are_alike:
             continue
@@ -311,19 +313,15 @@ def unfuse_siblings(module: nn.Module) -> None:
 
 
 def families(module: nn.Module) -> list[FusedLinears]:
-    """Return a module's families."""
-    return list(
-        {
-            id(layer.family): layer.family
-            for layer in module.modules()
-            if isinstance(layer, Sibling)
-        }.values()
-    )
+    """Return a module's families, each once."""
+    siblings = [layer for layer in module.modules() if isinstance(layer, Sibling)]
+    return list({id(sibling.family): sibling.family for sibling in siblings}.values())
 
 
 def is_in_planes(module: nn.Module) -> bool:
     """Return whether parameters of a module lie in the planes of a step, which trains them."""
-    # Parameters of a family lie in the family's memory, also if no step trains them.
+    # A parameter in a plane does not fill its storage. But nor does a parameter of a family, which is in
+    # the family's memory, even if no step trains it.
     of_families = {
         id(parameter)
         for family in families(module)

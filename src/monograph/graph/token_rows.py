@@ -77,7 +77,7 @@ def add_trained_rows(
 ) -> None:
     """Make the rows of tokens a parameter of the embedding and of the head, in place.
 
-    Its initial values are the table's, so the module computes the same bits as before.
+    The initial values are those of the table, so the module computes the same bits as before.
 
     Args:
         module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or

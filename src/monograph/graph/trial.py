@@ -1,8 +1,8 @@
 """Run one eager trial step of any module before anything is compiled.
 
 The trial shows whether the module runs, whether loss and gradients are finite, and if they are not,
-which submodule is the cause. This file also finds the line of a user's own code, such as a module
-of `model.init = "file.py:build"` or a loss, in which an error was raised.
+which submodule is the cause. This file also finds the line in which an error was raised, if it is in
+a user's own code, such as a loss, or a module that `model.init = "file.py:build"` names.
 """
 
 import math
@@ -106,6 +106,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     The cause is a parameter, or the first submodule with finite inputs and a non-finite output.
     """
     first: list[str] = []
+    # The module itself, whose name is "", is called by its class.
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def check(child: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -161,7 +162,7 @@ def _naming_failed_module(module: nn.Module) -> Iterator[None]:
 def place_and_message(error: BaseException) -> str:
     """Describe an exception, to be appended to a sentence: " (FILE:LINE): TYPE: FIRST LINE".
 
-    The place is that in the user's code; it is left out if the user's code did not raise the error.
+    The place is a line of the user's code. It is left out if the user's code did not raise the error.
     """
     first_lines = text_of_error(error).splitlines()[:1]
     frame = user_frame_of(error)
@@ -170,7 +171,7 @@ def place_and_message(error: BaseException) -> str:
 
 
 def refusal_of_user_error(error: BaseException) -> InputRefused | None:
-    """Return an error of one line in place of one that a user's module or loss raised.
+    """Return an error with a message of one line, to raise instead of an error of a user's module or loss.
 
     Return None for errors that are not the user's, such as interrupts and a lack of memory. A
     SystemExit is the user's error, and so is a MonographError that the user's code raised.

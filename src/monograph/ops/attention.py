@@ -96,7 +96,7 @@ def attention(
 
 
 def _visible(heads: Heads, mask: Tensor | None) -> Tensor:
-    """Return the mask as a boolean tensor [B or 1, H or 1, T, S], for causal attention too."""
+    """Return the mask as a boolean tensor [B or 1, H or 1, T, S]; None becomes the causal mask."""
     query_BHTE, key_BKSE, _ = heads
     queries = query_BHTE.shape[2]
     keys = key_BKSE.shape[2]
@@ -169,11 +169,12 @@ def _sdpa(
     queries, head_dim = heads[0].shape[2:]
     keys = heads[1].shape[2]
     scale = head_dim**-0.5
-    # `F.pad` takes the numbers of zeros before and after, for the last axis and then for the one before.
+    # `F.pad` takes the numbers of zeros before and after the elements: for the last axis, then for the
+    # second to last.
     query_BHTE, key_BKSE, value_BKSE = (F.pad(each, (0, SINK_CHANNELS, 1, 0)) for each in heads)
     # The zeros before and after the one channel that is used, on the last axis.
     around_channel = (head_dim, SINK_CHANNELS - 1)
-    # Torch will multiply the score by the scale, but a sink is a score as it is. So it is divided first.
+    # torch multiplies all scores by the scale. A sink must not be scaled, so it is divided by it first.
     scaled_HT1 = (sink_H / scale).to(query_BHTE.dtype)[:, None, None].expand(-1, queries, 1)
     query_BHTE = query_BHTE + F.pad(scaled_HT1, (*around_channel, 1, 0))
     key_BKSE = key_BKSE + F.pad(key_BKSE.new_ones(1, 1), (*around_channel, 0, keys))
@@ -226,8 +227,8 @@ def _flash_supports(query_BHTE: Tensor) -> bool:
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
     """Return attention by flex attention, which has no sinks; a sink takes its share of the result afterwards."""
-    # torch's type of the kernel options lists only options that both passes have. Ours also name
-    # those of the forward or the backward pass alone, such as "bwd_BLOCK_M1".
+    # torch's type of the kernel options lists only options that both passes have. Our options also include
+    # some that only one pass has, such as "bwd_BLOCK_M1".
     options: Any = flex_options(heads[0])
     aux = None if sink_H is None else AuxRequest(lse=True)
     result: Any = flex_attention(
@@ -285,7 +286,7 @@ def _in_query_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tenso
         query_PLE = query_PGTE[..., begin:end, :].flatten(1, 2)
         scores_PLR = torch.baddbmm(bias_PLR, query_PLE, key_PSE[:, :end].transpose(-1, -2))
         scores_PLR = scores_PLR.to(torch.promote_types(scores_PLR.dtype, torch.float32))
-        # The score of a hidden key is near `hiding_bias`. That of a visible key has the bias 0, and is
+        # The score of a hidden key is near `hiding_bias`. The score of a visible key has the bias 0, and is
         # far above half of `hiding_bias`. So a query sees no key if its largest score is below the half.
         sees_nothing_PL1 = scores_PLR.detach().amax(dim=-1, keepdim=True) <= hiding_bias / 2
         if sink_H is not None:
@@ -382,8 +383,8 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     block_slots = slots_per_block(keys)
     blocks = -(-keys // block_slots)  # rounded up
     padding = blocks * block_slots - keys
-    # Keys and values get the axes of a cache, [N, B, K, C, E], since decoding multiplies them so and the
-    # bits of a product may depend on the layout.
+    # Keys and values get the axes of a cache, [N, B, K, C, E], as in decoding, because the bits of a
+    # product may depend on the layout of its factors.
     keys_NBKCE, values_NBKCE = (
         F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block_slots)).movedim(2, 0)
         for each in (key_BKSE, value_BKSE)
@@ -411,7 +412,7 @@ def _over_blocks(
 
     Args:
         heads: queries [B, H, T, E], and keys and values [N, B, K, C, E].
-        is_visible: whether a query sees a slot, [N, B or 1, K or 1, M, C]. Each query sees one.
+        is_visible: whether a query sees a slot, [N, B or 1, K or 1, M, C]. Each query sees at least one.
         sink_H: see `attention`.
         pads_products: see `cached_attention`.
     """

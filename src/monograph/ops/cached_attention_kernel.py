@@ -1,7 +1,7 @@
 """Compute the attention of several new positions per row to a cache, by one Triton kernel.
 
-It computes what `monograph.ops.attention.cached_attention` computes. PyTorch's operators need four
-launches and more for that, and have all scores in memory. A *slot* of the cache has the key and the value
+It computes what `monograph.ops.attention.cached_attention` computes. PyTorch's operators need four or more
+launches for that, and have all scores in memory. A *slot* of the cache has the key and the value
 of one position, and a *block* has C slots.
 
 The grid is (tiles of M queries, key-value heads, rows). The G query heads that share a key-value head are

@@ -32,8 +32,8 @@ from monograph.ops.fused_gradients import (
 from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
-# The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
-# enough for a CPU's cache, and large enough for matrix products that keep a GPU busy.
+# The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. On a CPU, the logits
+# fit the cache. On a GPU, the matrix products of a chunk are large enough to keep it busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # A compiled graph unrolls the loop over chunks, so each chunk takes time to compile. Each chunk also
 # reads and writes the weight's whole gradient, [V, D]. With eight chunks, the logits take an eighth
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     Args:
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax
             and sums in fp32 (fp64 for fp64).
-        weight_VD: [V, D]; it is cast to the hidden dtype, its gradient has its own dtype.
+        weight_VD: [V, D]; it is cast to the hidden dtype. Its gradient has the weight's own dtype.
         targets_N: [N] int64 class ids in [0, V), or -100 where nothing is predicted.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
         impl: "chunked" or "reference".
@@ -122,7 +122,8 @@ def linear_cross_entropy(
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
         # A transform of torch.func wraps the weights that are trained, and `requires_grad` of a wrapped
-        # weight is False. A parameter is not wrapped, such as the frozen head that members share.
+        # weight is False. It does not wrap a frozen head that all members share, which stays an
+        # `nn.Parameter`.
         is_wrapped = compat.in_transform() and not isinstance(weight_VD, nn.Parameter)
         trains_weight = rows is None and (weight_VD.requires_grad or is_wrapped)
         fused = fused_gradient_of(weight_VD)
@@ -152,12 +153,12 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
 
 
 def chunk_limit(tokens: int) -> int:
-    """Return the largest number of chunks."""
+    """Return the largest number of chunks into which this number of tokens is cut."""
     return min(MAX_CHUNKS, tokens)
 
 
 def needed_chunks(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES."""
+    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES, without an upper limit."""
     limit_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return -(-tokens * vocabulary * 4 // limit_bytes)  # rounded up
 
@@ -192,7 +193,7 @@ class HeadWeight(NamedTuple):
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: ReplacementRows | None) -> Tensor:
-    """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
+    """Return the logits, [C, V], of a weight with `differences` added to some of its rows."""
     logits_CV = hidden_CD @ weight_VD.T
     if differences is None:
         return logits_CV
@@ -222,6 +223,7 @@ def _loss_only(
     chunks: int,
     rows: ReplacementRows | None,
 ) -> Tensor:
+    """Return the sum of the cross-entropies, computed without gradients."""
     weight_VD = weight_VD.to(hidden_ND.dtype)
     differences = _differences(weight_VD, rows)
     return torch.stack(
@@ -241,8 +243,9 @@ def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) ->
 class _ChunkGradients(NamedTuple):
     """A chunk's loss, the gradient of its hidden states, and the factors of the weight's gradient.
 
-    The weight's gradient is logits_grad_CV^T hidden_CD. In a compiled graph on CUDA, ignored tokens are
-    zeros in `logits_grad_CV`, and otherwise in `hidden_CD`. So they add nothing in both cases.
+    The weight's gradient is logits_grad_CV^T hidden_CD. Ignored tokens add nothing to it, because they
+    are zeros in one of the factors: in `logits_grad_CV` in a compiled graph on CUDA, and otherwise in
+    `hidden_CD`.
 
     Attributes:
         loss: the sum, 0-d; in a compiled graph on CUDA, the losses [C].
@@ -270,8 +273,8 @@ def _chunk_gradients(
         losses_C, grad_CV = _traced_gradients_on_cuda(hidden_CD, head, targets_C, mask_C)
         return _ChunkGradients(losses_C, head.hidden_gradient(grad_CV), hidden_CD, grad_CV)
     # The hidden states of ignored tokens become zero, so that they add nothing to the weight's
-    # gradient. Under vmap the product is batched if the targets are batched. The logits are then
-    # batched, too, and `_eager_gradients` can write to them in place.
+    # gradient. The product has a second use under vmap: if the targets are batched, it makes the hidden
+    # states and so the logits batched, too, and `_eager_gradients` can write to them in place.
     mask_C1 = mask_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * mask_C1
     if is_traced:
@@ -317,8 +320,8 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    The logits are replaced by one kernel, if it takes them (`replace_logits_`). For fp64, and inside
-    transforms of torch.func, there is a form for which Inductor needs only two passes over the logits. On a CPU
+    One kernel computes both (`replace_logits_`), except for fp64 and inside transforms of torch.func. For
+    these the operators are in a form for which Inductor needs only two passes over the logits. On a CPU
     this form would not be faster, because it computes the exponentials twice.
     """
     logits_CV = head.logits(hidden_CD)
@@ -398,7 +401,8 @@ class _ChunkedLoss(torch.autograd.Function):
         chunks, device_type, trains_weight, in_fp8 = settings
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
-        weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
+        read_VD = weight_VD if fused_VD is None else fused_VD  # what the products read
+        weight_VD = read_VD.to(hidden_ND.dtype)
         head = HeadWeight(weight_VD, Float8Weight.of(weight_VD) if in_fp8 else None)
         differences = None
         if values_KD is not None:
@@ -492,7 +496,7 @@ class _MembersLoss(torch.autograd.Function):
         hidden_MND, weight_VD, targets_MN, mask_MN, device_type
     ):
         members, tokens = targets_MN.shape
-        # As many chunks as the members would have one after another.
+        # At most as many chunks as the members would have if they were computed one after another.
         chunks = min(
             members * chunk_limit(tokens),
             needed_chunks(members * tokens, len(weight_VD), device_type),
@@ -592,9 +596,9 @@ def token_log_probabilities(
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
-    weight_VD = (weight_VD if rows is None else with_replaced_rows(weight_VD, rows)).to(
-        hidden_ND.dtype
-    )
+    if rows is not None:
+        weight_VD = with_replaced_rows(weight_VD, rows)
+    weight_VD = weight_VD.to(hidden_ND.dtype)
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     # Without `among` the states are not used, and any tensor with N elements can be split.
     allowed, states_N = among or (None, tokens_N)
@@ -629,9 +633,12 @@ def _chunk_log_probabilities(
     temperature: float,
     allowed: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
+    """Return the log-probabilities of a chunk's tokens, [C]; see `token_log_probabilities`."""
     logits_CV = hidden_CD @ weight_VD.T
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
+    wide_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+    logits_CV = logits_CV.to(wide_dtype) / temperature
     if allowed is not None:
         allowed_CV = allowed(states_C)
+        # Tokens for which `allowed_CV` has no column are not allowed, so their logits are left out.
         logits_CV = torch.where(allowed_CV, logits_CV[:, : allowed_CV.shape[-1]], -torch.inf)
     return logits_CV.log_softmax(-1).gather(-1, tokens_C[:, None])[:, 0]

@@ -149,9 +149,9 @@ def _attend(
 ):
     """Attend to the cache for one row and one key-value head; see `attend`.
 
-    BLOCKS is the number of blocks that are read, B that of the rows. If the row sees at most FEW_BLOCKS
-    blocks, one program computes them all and adds them up in registers. Otherwise each block has a program.
-    It writes the block's weighted sum of values to `partial`, and its largest score and sum of weights to
+    BLOCKS is the number of blocks that are read, and B the number of rows. If the row sees at most FEW_BLOCKS
+    blocks, one program computes them all and adds them up in registers. Otherwise each block has a program,
+    which writes the block's weighted sum of values to `partial`, and its largest score and sum of weights to
     `sums`. `counters` has the number of programs of this row and head that have finished, so that the last
     one knows that it is the last.
 
@@ -193,7 +193,7 @@ def _attend(
     first_block = oldest_seen // C
     # A row that has no request may have a position beyond the BLOCKS blocks that are read.
     end_block = tl.minimum((position + C - 1) // C, BLOCKS)
-    # In a window of one position, the new token sees only itself.
+    # With a window of one position, the new token sees only itself, and no block.
     end_block = tl.where(oldest_seen < position, end_block, first_block)
     # The blocks that this program computes: from begin up to, but without, end.
     if BLOCKS <= FEW_BLOCKS:
@@ -260,8 +260,9 @@ def _attend(
         weight_sum_Q = tl.where(is_alone, start_weight_sum_Q, 0.0)
         sum1_QF = tl.where(is_alone, start1_QF, 0.0)
         sum2_QF = tl.where(is_alone, start2_QF, 0.0)
-        # What a block does not change is computed anew for each block of heads of 256 channels: kept in
-        # registers, it is too much for them on compute capability 8.0.
+        # `disable_licm`: for heads of 256 channels, values that are the same for all blocks are computed
+        # anew for each block. If they were kept, a card of compute capability 8.0 would have too few
+        # registers.
         for block in tl.range(begin, end, disable_licm=F > 64):
             position_C = block * C + slot_C
             offset_CF = cache_offset_CF + block * block_stride
@@ -375,7 +376,7 @@ def product_precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def channels_at_once(channels: int, most: int = 256) -> int:
-    """Return how many channels a program reads at once, of those over which a product sums.
+    """Return how many of the channels over which a product sums are read at once by a program.
 
     It is the largest power of two from ROWS to `most` that divides the number of channels. If there is
     none, it is 0, and no kernel can compute the product.
@@ -425,13 +426,13 @@ _ATTEND_WARPS = 4
 def attend_form(
     programs: int, blocks: int, block_bytes: int, shared_bytes: int, capability: tuple[int, int]
 ) -> AttendForm:
-    """Return the form for these shapes, as far as it fits the card's shared memory.
+    """Return the form for these shapes; it has fewer stages if their blocks would not fit the memory.
 
     Args:
         programs: the rows times the key-value heads.
         blocks: how many blocks are read.
         block_bytes: the size of one head's keys and values of a block.
-        shared_bytes: the shared memory that a program has for blocks.
+        shared_bytes: the size of the card's shared memory that a program has for blocks.
         capability: the card's compute capability.
     """
     # These numbers were measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few
@@ -519,14 +520,15 @@ def attend(
         card.shared_memory_per_block_optin - other_bytes,
         (card.major, card.minor),
     )
-    is_split = blocks > form.few_blocks
+    is_split = blocks > form.few_blocks  # whether each block has a program
+    programs_per_head = blocks if is_split else 1
     # What programs of one block write: for each block and query a weighted sum of values, and two numbers.
     block_queries = rows * key_heads * blocks * group if is_split else 0
     partial = qkv_BX.new_empty(block_queries * head_dim, dtype=torch.float32)
     sums = qkv_BX.new_empty(block_queries * 2, dtype=torch.float32)
     # A kernel needs a pointer for each tensor, even for one that it does not read.
     unused = position_B
-    _attend[(rows, key_heads, blocks if is_split else 1)](
+    _attend[(rows, key_heads, programs_per_head)](
         qkv_BX,
         unused if q_gain_E is None else q_gain_E,
         unused if k_gain_E is None else k_gain_E,

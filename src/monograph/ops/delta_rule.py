@@ -1,7 +1,7 @@
 """Compute the gated delta rule, a linear attention whose state is a matrix.
 
-The state S maps keys to values. Each token lets it decay, corrects the value that it has for the
-token's key, and reads it with the token's query:
+The state S maps keys to values. For each token, the state decays, the value that it has for the token's
+key is corrected, and it is read with the token's query:
 
     S'[t]  = exp(g[t]) S[t-1]
     u[t]   = beta[t] (v[t] - S'[t]^T k[t])       the correction
@@ -89,6 +89,7 @@ def chunked(
 ) -> TensorPair:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
+    # For a short row, the smallest power of two that is at least its length.
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(tensor: Tensor) -> Tensor:
@@ -125,12 +126,13 @@ def chunked(
     beta_key_NMCE = key_NMCE * beta_NMC[..., None]
     inverse_NMCC = unit_inverse((beta_key_NMCE @ key_NMCE.mT * remains_NMCC).tril(-1))
     state = _zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV
+    # Of `remains`, the last row says what remains at the chunk's last position.
     states_NMEV, correction_NMCV, last_MEV = scan(
-        inverse_NMCC @ (value_NMCV * beta_NMC[..., None]),
-        inverse_NMCC @ (beta_key_NMCE * state_remains_NMC1),
-        key_NMCE * remains_NMCC[..., -1, :, None],
-        state_remains_NMC1[..., -1, 0],
-        state.flatten(0, 1),
+        value_NMCV=inverse_NMCC @ (value_NMCV * beta_NMC[..., None]),
+        read_NMCE=inverse_NMCC @ (beta_key_NMCE * state_remains_NMC1),
+        key_NMCE=key_NMCE * remains_NMCC[..., -1, :, None],
+        remains_NM=state_remains_NMC1[..., -1, 0],
+        state_MEV=state.flatten(0, 1),
     )
     from_state_NMCV = (query_NMCE * state_remains_NMC1) @ states_NMEV
     from_chunk_NMCV = (query_NMCE @ key_NMCE.mT * remains_NMCC) @ correction_NMCV
@@ -155,7 +157,8 @@ def scan(
 
         u[n] = value[n] - read[n] S[n]        S[n+1] = remains[n] S[n] + key[n]^T u[n]
 
-    `state_MEV` is S before the first chunk. `chunked` makes the other arguments of its keys and values.
+    `state_MEV` is S before the first chunk. The other arguments are not the keys and values of `chunked`
+    themselves, but what it computes from them.
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last chunk, [M, E, V].
@@ -295,8 +298,12 @@ def _vmap_rule(
 
 
 def _rows_axis(dimensions: int) -> int:
-    """Return the axis M of a tensor with this number of dimensions."""
-    return 0 if dimensions == 3 else 1  # a state [M, E, V] has no axis of chunks before it
+    """Return the axis M of a tensor with this number of dimensions.
+
+    It is axis 1, after the axis of chunks, as in [N, M] and [N, M, C, V]. Only a state, [M, E, V], has no
+    axis of chunks, and only a state has three dimensions.
+    """
+    return 0 if dimensions == 3 else 1
 
 
 for _operator in (_unit_inverse, _carry, _carry_back):

@@ -262,6 +262,7 @@ def _expert_inner_op(
     combination: int,
 ) -> Tensor:
     width, hidden = gate_EMD.shape[1:]
+    # A kernel needs a pointer for each bias, even if there is none and it reads none.
     out_BCM = x_BD.new_empty(*experts_BC.shape, width)
     _expert_inner[(triton.cdiv(width, COLUMNS), experts_BC.numel())](
         x_BD,
@@ -322,6 +323,7 @@ def expert_sum(
         residual_BD: the same dtype.
     """
     hidden, width = down_EDM.shape[1:]
+    # A kernel needs a pointer for the bias, even if there is none and it reads none.
     out_BD = torch.empty_like(residual_BD)
     _expert_sum[(triton.cdiv(hidden, COLUMNS), len(residual_BD))](
         inner_BCM,

@@ -1,4 +1,4 @@
-"""Round tensors to 8-bit floating point, and multiply by a weight that is rounded so.
+"""Round tensors to 8-bit floating point, and multiply by a weight that was rounded in this way.
 
 In equations, q4 rounds to e4m3 (FORWARD_DTYPE) and q5 to e5m2 (BACKWARD_DTYPE): 8 bits with 4 or 5 bits of
 exponent.
@@ -32,7 +32,7 @@ def quantised_to_fp8(
     Args:
         values: the tensor.
         dtype: an 8-bit floating dtype.
-        largest: an upper bound of the elements' sizes; None: their largest size itself.
+        largest: an upper bound of the elements' absolute values; None: their maximum is computed.
 
     Returns:
         The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.
@@ -87,8 +87,8 @@ class Float8Weight(NamedTuple):
 
         Args:
             grad_CV: dz.
-            largest: an upper bound of its elements' sizes, for its scale, so that no kernel has to
-                read dz for it.
+            largest: an upper bound of its elements' absolute values. The scale is made from it, so
+                that no kernel has to read dz to find their maximum.
         """
         grad8_CV, inverse_scale = quantised_to_fp8(grad_CV, BACKWARD_DTYPE, largest)
         return compat.scaled_mm(

@@ -4,8 +4,9 @@
 
 q(W) is the weight in the dtype of the products, and `total` the buffer in which an update's gradients
 are summed. The matrix product adds to this sum itself, as in Megatron's gradient accumulation fusion, and
-autograd gets no gradient of W. Otherwise separate kernels would write, cast and add each gradient. Where a
-total is `unwritten` (unwritten.py), what is added here is written.
+autograd gets no gradient of W. Otherwise separate kernels would write, cast and add each gradient. A total
+may be `unwritten` (unwritten.py): it then has numbers of an earlier update, and the first product replaces
+them.
 
 Inside the context `fused_gradients()`, layers do this for each weight that has the attribute
 `fused_gradient`.
@@ -49,9 +50,9 @@ _TAKE_NO_GRADIENTS = set[type[nn.Module]]()
 def takes_no_gradients(model: type[M]) -> type[M]:
     """Declare, as a decorator, that a model's forward pass computes no gradients itself.
 
-    Such a forward pass, for example one that calls `torch.autograd.grad`, would need the gradients of
-    weights that fused layers do not give to autograd. The declaration is not inherited, since a subclass
-    may have another forward pass.
+    A forward pass that does, for example by `torch.autograd.grad`, may need the gradients of weights,
+    which fused layers do not give to autograd. The declaration is not inherited, since a subclass may
+    have another forward pass.
     """
     _TAKE_NO_GRADIENTS.add(model)
     return model
@@ -133,8 +134,8 @@ class _Linear(torch.autograd.Function):
     """Compute `linear` with a fused gradient.
 
     `rounded` and `total` are the fields of `FusedGradient`. The forward pass does not read `weight`. It is
-    an argument so that autograd calls the backward pass even if the input needs no gradient, and because the
-    total is known by it.
+    an argument so that autograd calls the backward pass even if the input needs no gradient, and because
+    `monograph.ops.unwritten` finds the total by its weight.
     """
 
     @staticmethod
@@ -221,8 +222,9 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, weight: Tensor | No
         total: [..., V, D].
         left: [..., C, V].
         right: [..., C, D].
-        weight: the weight of whose gradients `total` is the sum, or the first of several; the product is
-            written if the total is `unwritten`. None: the total is another sum.
+        weight: the weight whose gradients `total` sums, or the first of several such weights. If the
+            total is `unwritten`, the product replaces its numbers. None: `total` sums something else,
+            and is never unwritten.
     """
     is_first = take(total, weight)
     if total.is_cuda and is_first:
@@ -240,8 +242,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, weight: Tensor | No
         else:
             add.dtype_out(total, left.mT, right, total.dtype, out=total)
         return
-    # Some rows of `total` are computed at a time. A CPU writes their product and reads it again, so the
-    # product should fit into its cache.
+    # Only a part of the rows of `total` is computed at a time: a CPU writes their product and reads it
+    # again, so the product should fit into its cache.
     rows = block_rows("cpu", total.shape[-1])
     for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
         product_of_part = columns.mT @ right

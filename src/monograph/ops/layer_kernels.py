@@ -5,9 +5,9 @@
     y = residual + norm(x) W^T + b + s (norm(x) A^T) B^T        `multiply`
     y = act(norm(x) Wg^T + ...) * (norm(x) Wu^T + ...)          `multiply_gated`
 
-The first two take a dense weight, in which several layers may lie one after another. The last two take
-up to three separate layers, such as query, key and value. Each of these may have an adapter (LoRA: A, B
-and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.graph.frozen`).
+The first two take one dense weight, which may have the rows of several layers one after another. The
+last two take up to three separate layers, such as query, key and value. Each of these may have an adapter
+(LoRA: A, B and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.graph.frozen`).
 
 **Kernels.** One launch of `_multiply` computes any of the four. If a layer has an adapter, a launch of
 `_project_down` comes before it.
@@ -20,18 +20,19 @@ and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.gr
 
 `_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
 
-**A row's bits do not depend on the other rows** if there are at most 16. A tile then has 16 rows, and
+**A row's bits do not depend on the other rows** if there are at most 16 rows. A tile then has 16 rows, and
 its other sizes are chosen by the card and the weight's shape alone (`tile_of`).
 
-**Weights in few bits** become numbers in registers, once for each tile of rows, so that no dense weight is
-ever written to memory. To do this rarely, a tile has 64 rows if there are more than 16. Dense weights
-with a bank of adapters have such tiles, too. All other products, and all in fp32, have tiles of 16 rows.
+**Weights in few bits** are dequantised in registers, so that no dense weight is ever written to memory.
+Each tile of rows does this for the whole weight. So that there are few such tiles, a tile has 64 rows if
+there are more than 16 rows. Dense weights with a bank of adapters have such tiles, too. All other products, and
+all in fp32, have tiles of 16 rows.
 
 **A bank of adapters** (`monograph.decode.adapter_bank`) lets each row have its own adapter. The row's
 *slot* says which one; slot 0 means none. A program computes the rows of one adapter together and leaves
 the other rows of its tile as they are. So an adapter is read once for all its rows in a tile, and an
 adapter with NaN changes its own rows only. With DoRA an adapter also has a magnitude m for each column of
-y. The column is scaled by g, which is m divided by the length of the column's row of W + s B A:
+y. The column is scaled by g, which is m divided by the norm of the corresponding row of W + s B A:
 
     y = norm(x) W^T + b + (g - 1) (norm(x) W^T) + s (norm(x) A^T) (g B)^T
 
@@ -43,9 +44,9 @@ is the next power of two from 16 to 64.)
 Shapes: B rows, P layers, K channels of x, over which products sum, N columns, M columns of gate or up, Q the
 adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS
 that are read at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of
-NF4. `x_at_RS` are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`,
-are the layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
-product has this term; CENTRED says that the norm multiplies by 1 + gain.
+NF4. `x_at_RS` are the addresses of the elements of `x_RS`. A number at the end of a name, as in `weight_1`,
+is the index of the layer. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL,
+say whether the product has this term; CENTRED says that the norm multiplies by 1 + gain.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ _MAX_SPLITS = 16  # ranges of the channels, each with a program, for one x A^T
 def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
     """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
     gate_RO = gate_RO.to(dtype).to(tl.float32)
-    if GELU:  # by its tanh approximation, with sqrt(2 / pi) = 0.797...
+    # GELU by its tanh approximation, with sqrt(2 / pi) = 0.797... and (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)).
+    if GELU:
         inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
         activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
     else:
@@ -182,12 +184,12 @@ def _project_down(
 ):
     """Compute RANKS ranks of one layer's norm(x) A^T, over one of SPLITS equal ranges of the channels.
 
-    `partial`, fp32 [SPLITS, B, LAYERS, RANK], gets the sums. For a layer without an adapter, `a_0` and so
-    on are the A of another layer: such a sum is computed and never read.
+    `partial`, fp32 [SPLITS, B, LAYERS, RANK], gets the sums. `a_0` to `a_2` are the layers' A. A layer
+    without an adapter has the A of another layer there, and its sums are never read.
 
-    If BANK, axis 1 of the grid has a program for each row instead of one for each tile of rows. The
-    program of the first row in a tile that has some adapter computes all rows of the tile that have it.
-    The programs of the tile's other rows with this adapter do nothing.
+    If BANK, axis 1 of the grid has a program for each row instead of one for each tile of rows. Of the
+    rows in a tile that have the same adapter, the program of the first row computes all. The programs of
+    the others do nothing.
     """
     if BANK:
         row = tl.program_id(1)
@@ -258,11 +260,11 @@ def _add_adapter(
     dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add s (norm(x) A^T) B^T to the rows `is_row_R1`, where `scale` is s.
+    """Return `total_RO` with s (norm(x) A^T) B^T added; `scale` is s.
 
-    `_project_down` wrote the partial sums of norm(x) A^T to `partial`. Columns that are not
-    `is_adapted_O1` stay as they are. The element of B for a column and a rank is at the column's
-    `b_column_O1` plus the rank times `b_rank_stride`.
+    It is added where the masks `is_row_R1` and `is_adapted_O1` are true. `_project_down` wrote the partial
+    sums of norm(x) A^T to `partial`. The element of B for a column and a rank has the offset
+    `b_column_O1` of the column plus the rank times `b_rank_stride`.
     """
     for first in range(0, RANK, RANKS):
         rank_Q = first + tl.arange(0, RANKS)
@@ -302,11 +304,11 @@ def _add_adapters_of_rows(
     dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to each row what the adapter in its slot of the bank adds; see `_add_adapter`.
+    """Return `total_RO` with the product of each row's adapter added; see `_add_adapter`.
 
     Adapters are added one after another, from the highest slot down, each to its own rows of the tile.
     `scales` has s of each slot, and `magnitude_changes` has g - 1 of each slot and column if MAGNITUDES.
-    `bias_O` is the bias that `total_RO` has already, which magnitudes do not change.
+    `bias_O` is the bias that `total_RO` includes already: magnitudes scale `total_RO` without it.
     """
     slot = tl.max(slot_R, 0)
     while slot > 0:
@@ -654,24 +656,26 @@ _NF4_TILES = (
     Tile(columns=16, channels=256, warps=2, stages=4),
     Tile(columns=32, channels=256, warps=4, stages=4),
 )
-# On cards with less shared memory than this, the two tiles below are used, and others of 64 rows.
+# On cards with less shared memory than this, the tiles whose names end in `FOR_LESS_MEMORY` are used.
 _SHARED_BYTES_OF_TILES = 147_456
-_SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
-_SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
-# For fp32 on all cards: four stages are 115 KiB, and consumer cards have 99.
+_TILE_FOR_LESS_MEMORY = Tile(columns=16, channels=256, warps=4, stages=4)
+_NF4_TILE_FOR_LESS_MEMORY = Tile(columns=16, channels=128, warps=2, stages=4)
+# For fp32 on all cards: four stages would need 115 KiB of shared memory, and consumer cards have 99.
 _FP32_TILE = Tile(columns=16, channels=256, warps=4, stages=2)
-# For codes in products of fp32, whose exact products hold both operands in registers: wider tiles would
-# spill them.
+# For codes if x is fp32. The exact products of fp32 need both operands in registers, and a wider tile would
+# need more registers than there are.
 _FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
-# For 64 rows of codes, or of dense weights with a bank. The tile of x needs as much shared memory as a
-# dense weight's, so there is less for the weight.
+# For tiles of 64 rows: weights in few bits, or dense weights with a bank. With 64 rows, the tile of x needs
+# much shared memory, too, so the tile of the weight has fewer channels and stages.
 _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
-# On cards with less shared memory, it has room for two programs at most, and their threads may have all
-# registers of the card. Left to itself, the assembler spares registers for a third program, and spills.
-_SMALL_LARGE_TILE = _LARGE_TILE._replace(registers=255)
-# A gated product of dense weights needs more than 255. It has room for one program, which has twice the
-# threads: each computes fewer numbers, and adds up each of them as before.
-_SMALL_LARGE_DENSE_GATED_TILE = _LARGE_TILE._replace(warps=8)
+# The same on cards with less shared memory. At most two of its programs fit a multiprocessor, so their
+# threads may use all of its registers. By default, the assembler would leave registers for a third
+# program, and spill.
+_LARGE_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(registers=255)
+# On these cards, a gated product of dense weights would need more than 255 registers for each thread. Only
+# one of its programs fits a multiprocessor, so the program has twice as many threads. Each thread
+# computes fewer numbers, and adds up the terms of a number in the same order.
+_LARGE_GATED_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(warps=8)
 
 
 def tile_of(
@@ -696,11 +700,11 @@ def tile_of(
         if not has_less_memory:
             return _LARGE_TILE
         is_dense_gated = form == "dense" and is_gated
-        return _SMALL_LARGE_DENSE_GATED_TILE if is_dense_gated else _SMALL_LARGE_TILE
+        return _LARGE_GATED_TILE_FOR_LESS_MEMORY if is_dense_gated else _LARGE_TILE_FOR_LESS_MEMORY
     if dtype == torch.float32:
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
     if has_less_memory:
-        return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
+        return _NF4_TILE_FOR_LESS_MEMORY if form == "nf4" else _TILE_FOR_LESS_MEMORY
     # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
     # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
     # others.
@@ -908,6 +912,11 @@ def _multiply_op(
     activation: str,
     rounds_adapters: bool,
 ) -> Tensor:
+    """Launch the kernels; see `_multiply_layers`.
+
+    `stored` has the tensors of the first layer, then those of the second, and so on. `a`, `b` and
+    `magnitude_changes` have an element for each layer, which is None where the layer has no such tensor.
+    """
     rows, channels = x_BK.shape
     layers = len(a)
     out_BN = x_BK.new_empty(rows, sum(columns))

@@ -24,11 +24,11 @@ _THREADS_PER_WARP: Final = 32
 # The largest number of parts of a row that stay in registers. Each part takes 8 registers of every thread.
 # The numbers below are for an H200.
 #
-# A thread then has 114 to 128 registers, so a multiprocessor, which has 65,536, has one program of 512
-# threads at a time. One program keeps the memory busy: it has asked for all of these parts, 160 KB, before
-# it needs the first number, while 36 KB for each of the 132 multiprocessors would be enough (4.8 TB/s with
-# a latency of a microsecond). The 132 rows that are computed at the same time, 34 MB with a vocabulary of
-# 128,256, fit into the L2 cache, from which the rest of a row is read again.
+# With ten parts, a thread needs 114 to 128 registers. A multiprocessor has 65,536, so it runs one program of
+# 512 threads at a time. One program is enough to keep the memory busy: it requests all of its ten parts,
+# 160 KB, before it needs the first number. At 4.8 TB/s and a latency of a microsecond, 36 KB in flight for
+# each of the 132 multiprocessors would do. The rest of a row is read again from the L2 cache, which has
+# room for the 132 rows that are computed at the same time (34 MB with a vocabulary of 128,256).
 _MOST_PARTS_KEPT: Final = 10
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
@@ -112,8 +112,8 @@ def _replace_row(
         largest, total = _add_columns(values_T, largest, total)
     tl.store(losses + row, (tl.log2(total) * _LN_2 + (largest - target_logit)) * mask)
     factor = mask / total
-    # Always 0, but the compiler does not know it. Otherwise it would keep the unpacked logits for here, in
-    # twice the registers, instead of unpacking the words again.
+    # Always 0, but the compiler does not know it, and so unpacks the words again. Otherwise it would keep
+    # the unpacked logits from above until here, in twice the registers.
     zero = (total < 0).to(tl.int32)
     for part in tl.static_range(PARTS_KEPT):
         if part * T < V:  # always true, as above

@@ -51,8 +51,9 @@ def mixture_cross_entropy(
         chunks: number of chunks into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:
-        (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable by `hidden_ND` and
-        `weight_VD`; 0-d int64 number of targets.
+        loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable with respect to
+            `hidden_ND` and `weight_VD`.
+        count: 0-d int64, the number of targets.
     """
     if not teachers:
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)

@@ -20,4 +20,5 @@ def unpadded_count(rows: int) -> int:
 
     If there is none, return `rows`.
     """
-    return rows - rows % _UNIT or rows
+    multiple_of_unit = rows - rows % _UNIT
+    return multiple_of_unit if multiple_of_unit > 0 else rows

@@ -79,8 +79,8 @@ class _RotateProjections(torch.autograd.Function):
         joined_BTX = _rotate_back(query_BTHD, key_BTKD, value_BTKD, cos_BTF, sin_BTF)
         widths = [each.shape[2] * each.shape[3] for each in (query_BTHD, key_BTKD, value_BTKD)]
         # If the projections are columns of a common product, autograd concatenates these parts again. Inductor
-        # sees that the concatenation undoes this split, and drops both, if the axis is written in the same way:
-        # as 2 and not as -1.
+        # drops the split and the concatenation, which undo each other, but only if both have the same axis:
+        # autograd names it 2, so it must not be -1 here.
         return *joined_BTX.split(widths, 2), None, None
 
 

@@ -151,6 +151,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(query_BTHD: Tensor, key_BTKD: Tensor) -> _Sizes:
+    """Return the sizes of a launch for these queries and keys."""
     rows, positions, heads, channels = query_BTHD.shape
     key_heads = key_BTKD.shape[2]
     padded_heads = triton.next_power_of_2(heads)

@@ -1,7 +1,7 @@
 """Compute the scan of Mamba 2, a linear attention whose state is a matrix that only decays.
 
-The state S maps keys to values. Each token lets it decay, adds the token's value under the token's
-key, and reads it with the token's query:
+The state S maps keys to values. For each token, the state decays, the token's value is added for the
+token's key, and the state is read with the token's query:
 
     S[t]   = exp(g[t]) S[t-1] + k[t] v[t]^T
     out[t] = S[t]^T q[t]
@@ -14,7 +14,7 @@ the same keys and queries.
 of matrices, in a chunk and from chunk to chunk alike.
 
 Shapes: B rows, T positions, G groups, R heads of a group, H = G R heads, E key dimension, V value
-dimension, N chunks, C positions of a chunk.
+dimension, X = R V values of all heads of a group, N chunks, C positions of a chunk.
 
 Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060.
 """
@@ -85,11 +85,12 @@ def chunked(
     """Return what `recurrent` returns, up to rounding."""
     groups = key_BGTE.shape[1]
     length = value_BHTV.shape[2]
+    # For a short row, the smallest power of two that is at least its length.
     size = min(CHUNK, 1 << (length - 1).bit_length())
     dtype = value_BHTV.dtype
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return [B, X, T, ...] as [B, X, N, C, ...], padded with tokens of g = 0 and v = 0."""
+        """Cut the axis T of [B, H or G, T, ...] into [N, C], padded with tokens of g = 0 and v = 0."""
         # `F.pad` takes the numbers of zeros before and after, from the last axis back to T.
         unpadded_axes = (0, 0) * (tensor.ndim - 3)
         padded = F.pad(tensor, (*unpadded_axes, 0, -length % size))
@@ -137,14 +138,14 @@ def chunked(
     return out_BHTV, states_after[:, :, :, -1].flatten(1, 2)
 
 
-def _heads_together(each_BGRNXV: Tensor) -> Tensor:
-    """Return [B, G, R, N, X, V] as [B, G, N, X, R V]."""
-    return each_BGRNXV.permute(0, 1, 3, 4, 2, 5).flatten(-2)
+def _heads_together(each_BGRNYV: Tensor) -> Tensor:
+    """Return [B, G, R, N, Y, V] as [B, G, N, Y, X], where Y is any axis."""
+    return each_BGRNYV.permute(0, 1, 3, 4, 2, 5).flatten(-2)
 
 
-def _heads_apart(each_BGNXX: Tensor, value_size: int) -> Tensor:
-    """Return [B, G, N, X, R V] as [B, G, R, N, X, V]."""
-    return each_BGNXX.unflatten(-1, (-1, value_size)).permute(0, 1, 4, 2, 3, 5)
+def _heads_apart(each_BGNYX: Tensor, value_size: int) -> Tensor:
+    """Return [B, G, N, Y, X] as [B, G, R, N, Y, V], where Y is any axis."""
+    return each_BGNYX.unflatten(-1, (-1, value_size)).permute(0, 1, 4, 2, 3, 5)
 
 
 def _remaining(decay_sum: Tensor, documents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,13 +8,13 @@ them. Instead, a total keeps the numbers of the last update until the first micr
         total <- total + g              for each further gradient
         total <- 0                      at the end of this micro-step, for a weight without a gradient
 
-Until then the total is *unwritten*. The operators that add to totals ask `take`. Compiled code, which always
-adds, calls `zero_if_unwritten_` first. Both act when they run and not when a graph is traced, so the same
-compiled graph serves all micro-steps. A CUDA graph repeats what they did when it was recorded, so the first
-micro-step of an update has a recording of its own (`monograph.graph.capture.replayed`).
+Until then the total is *unwritten*. An operator that adds to totals asks `take` whether it must write
+instead. Code that can only add calls `zero_if_unwritten_` first. Both act when they run and not when a graph
+is traced, so the same compiled graph serves all micro-steps. A CUDA graph repeats what they did when it was
+recorded, so the first micro-step of an update has a recording of its own (`monograph.graph.capture.replayed`).
 
-A total is known by its weight: a compiled graph that changes a total may hand an operator a copy of it, but
-never a copy of a weight.
+A total is found by the place of its weight in memory, not by its own place: a compiled graph that changes a
+total may hand an operator a copy of the total, but never a copy of a weight.
 """
 
 from collections.abc import Iterable, Iterator
@@ -84,12 +84,13 @@ def take(total: Tensor, weight: Tensor | None) -> bool:
     offset = 0
     unwritten_parts = list[Tensor]()
     while offset < total.numel() and (storage, begin + offset) in _totals:
-        own = _totals[storage, begin + offset]
-        end = offset + own.tensor.numel()
-        if own.is_unwritten:
-            # Not a part of `own.tensor`, of which `total` may be a copy.
+        own_total = _totals[storage, begin + offset]  # of the weight that begins here
+        end = offset + own_total.tensor.numel()
+        if own_total.is_unwritten:
+            # A part of `total`, not `own_total.tensor`: `total` may be a copy, which the caller goes on
+            # with.
             unwritten_parts.append(total.view(-1)[offset:end])
-            own.is_unwritten = False
+            own_total.is_unwritten = False
         offset = end
     if sum(part.numel() for part in unwritten_parts) == total.numel():
         return True

@@ -33,7 +33,7 @@ class Elementwise(Optimizer):
 
     @property
     def moments_per_block_matrix(self) -> int:
-        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
+        """Return the number of moments of a matrix in a block, and of a matrix of an adapter."""
         [rule] = self.rules
         return len(rule.moments)
 
@@ -58,7 +58,8 @@ def kinds_of(
         # The first match counts, so that a user can write an exception before a general pattern.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         unmatched.discard(group.pattern)
-        # The number of dimensions alone does not tell: the biases of all experts are one tensor with two.
+        # The number of dimensions alone does not tell which parameters are vectors: the biases of all experts
+        # are one tensor with two dimensions.
         is_vector = parameter.ndim < 2 or name.endswith(".bias")
         if group.weight_decay is not None:
             decay = group.weight_decay

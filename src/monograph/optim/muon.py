@@ -32,7 +32,7 @@ from monograph.ranges import DECAY, NOT_NEGATIVE, WHOLE
 # of at 1, which does not harm training.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MIN_NORM = 1e-7  # smaller norms are not divided by, so that zeros stay zeros
+MIN_NORM = 1e-7  # the smallest divisor, so that zeros stay zeros
 # The RMS (root mean square) of the elements of AdamW's usual update, divided by the learning rate (Liu
 # et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
 ADAMW_RMS = 0.2
@@ -93,7 +93,8 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
     if orthogonal is None:
         orthogonal = newton_schulz(direction, hyper.compute)
     decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
-    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix_shape or param.shape)[-2:]))
+    rows_and_cols = (hyper.matrix_shape or param.shape)[-2:]
+    rms_factor = ADAMW_RMS * math.sqrt(max(rows_and_cols))
     step_size = materialize((hyper.lr * rms_factor).to(param.dtype))
     new = param - (decay * param + step_size * orthogonal)
     param.copy_(torch.where(hyper.accepted, new, param))
@@ -158,8 +159,8 @@ class Muon(Optimizer):
         matrices: patterns of the names of the parameters that Muon updates; None: those of
             `hidden_matrices`.
         first_momentum: the momentum of the first update, if it warms up.
-        momentum_warmup: over how many updates the momentum goes along a line from `first_momentum` to
-            `momentum`; 0: it is always `momentum`.
+        momentum_warmup: the number of updates over which the momentum changes linearly from
+            `first_momentum` to `momentum`; 0: it is always `momentum`.
     """
 
     momentum: float = 0.95
@@ -273,7 +274,7 @@ def _matrices_named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[s
     """Return the names that match a pattern, in the order of the parameters.
 
     Raises:
-        UsageError: a pattern matches no parameter, or one that is not a matrix.
+        UsageError: a pattern matches no parameter, or a parameter that is not a matrix.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in parameters):

@@ -80,7 +80,7 @@ def splittable(master: Tensor) -> Tensor:
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000,   b the bits of a weight
 
     `split` stores the difference of a weight's bits from their rounding to bf16 as an int16, which ends
-    at 0x7FFF. A weight halfway between two bf16 numbers goes to the even one. If that is the upper one,
+    at 0x7FFF. A weight halfway between two bf16 numbers is rounded to the even one. If that is the upper one,
     the difference is -0x8000, which fits. If it is the lower one, the difference is 0x8000, which does
     not fit; these are the weights with the bits above. One step towards zero makes the difference 0x7FFF
     and does not change the rounding. One weight of 131,072 is moved, by about 2^-24 of itself.
@@ -140,7 +140,7 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
         else (v):    c = max(1, round(255 (x / a)^(1/4))), but 0 where x = 0   x' = a (c / 255)^4
 
     x' is the number for which a code stands. The idea is that of Dettmers et al., arXiv 2110.02861.
-    They look codes up in a table. Here they are roots, because a compiler can fuse roots with the
+    They look codes up in a table. Here codes are computed by roots, which a compiler can fuse with the
     update.
 
     An update divides m' by sqrt(v'). If v' became 0 for an element whose gradient is tiny compared with
@@ -209,7 +209,7 @@ def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
 # Moments are rounded up or down at random, so that the mean of the rounded numbers is right.
 BF16 = StateFormat(
     (MomentBuffer(suffix="", dtype=torch.bfloat16),),
-    eager_update_bytes=116,  # so many because random words are integers of 8 bytes
+    eager_update_bytes=116,  # most of them are for random words, which are integers of 8 bytes
     pack=pack_bf16,
     unpack=unpack_bf16,
     stochastic=True,

@@ -47,8 +47,8 @@ class Rule(NamedTuple):
         next_moments: gets (gradient, moments, hyperparameters) and returns the moments after an
             update, without changing any. It is for blocks of packed numbers that are cut between
             ranks: before the update, the ranks agree on the largest number that each of these
-            blocks will have. One call is for all parameters with the same rule and betas. Their other
-            hyperparameters may differ, so the result must not depend on those.
+            blocks will have. A single call serves all parameters with the same rule and betas. Their
+            other hyperparameters may differ, so the result must not depend on those.
         direction: only for a rule that updates matrices as a whole. It gets what `next_moments` gets
             and returns the matrices to orthogonalise.
         orthogonalise: only for such a rule. It gets whole matrices [..., rows, cols] and a dtype, and

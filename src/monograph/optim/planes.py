@@ -68,8 +68,9 @@ class Plane:
             the parameters of one layer; see `planes`.
         start: the index of this piece's first element in the module's plane; 0 if this is the whole
             plane.
-        block_offset: how many elements of the block in which this piece begins (a block of consecutive
-            elements with one scale) come before the piece. Other ranks have them.
+        block_offset: a piece may begin inside a block, which is consecutive elements with one scale.
+            This is then the number of the block's elements before the piece, which other ranks have;
+            else 0.
         state: the optimizer's buffers by name. Each is [size], or smaller if several elements share
             one number, such as the scale of their block.
         rounded: the parameters in the dtype of matrix products, which `round` writes; None: products
@@ -120,7 +121,7 @@ class Plane:
             placed.parameter.grad = None
             placed.parameter.data = view
             if flat.dtype != self.grad.dtype:
-                # torch refuses a `.grad` of another dtype unless this attribute of torch allows it.
+                # torch refuses a `.grad` of another dtype unless the parameter's `grad_dtype` allows it.
                 placed.parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
@@ -183,13 +184,14 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     # The `.grad` of other parameters stays, because removing it and setting it again takes time.
     # Streamed planes have weights on the host and gradients on the device. They are left out, because
     # their parameters never have a `.grad`.
-    of_two_dtypes = [
-        placed.parameter
+    planes_of_two_dtypes = [
+        plane
         for plane in planes
         if plane.grad.device == plane.param.device and plane.param.dtype != plane.grad.dtype
-        for placed in plane.placed
     ]
-    # Not `Plane.link` after the block: a caller such as `added_at_once` may have removed some itself.
+    of_two_dtypes = [placed.parameter for plane in planes_of_two_dtypes for placed in plane.placed]
+    # They are put back one by one, not by `Plane.link`: a caller such as `added_at_once` may have removed
+    # some of them before, and these must stay away.
     grads = [parameter.grad for parameter in of_two_dtypes]
     for parameter in of_two_dtypes:
         parameter.grad = None
@@ -202,11 +204,10 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
 @contextmanager
 def added_at_once(planes: Iterable[Plane]) -> Iterator[None]:
-    """Add the gradients that autograd computes in one kernel, at the end of the `with` block.
+    """At the end of the `with` block, add the gradients that autograd has computed, all by one kernel.
 
-    Without this, a backward pass in the block would launch one kernel for each vector. A gradient that matrix
-    products have not added may only be added at the end, when no total is unwritten any more (see
-    `monograph.ops.unwritten`).
+    Without this, a backward pass in the block would launch one kernel for each vector. Besides, autograd may
+    not add to a total that is still unwritten, and at the end none is (see `monograph.ops.unwritten`).
     """
     parameters = [placed.parameter for plane in planes for placed in plane.placed]
     totals = [parameter.grad for parameter in parameters]
@@ -310,12 +311,12 @@ def planes(
     """
     # Parameters of a kind are in the module's order, so that all ranks and engines have the same
     # planes.
-    members_by_kind: dict[ParameterKind, list[tuple[str, nn.Parameter]]] = {}
+    named_by_kind: dict[ParameterKind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
-        members_by_kind.setdefault(kinds[name], []).append((name, parameter))
+        named_by_kind.setdefault(kinds[name], []).append((name, parameter))
     new_planes = [
-        _plane(number, kind, members, state, lead, master_weights)
-        for number, (kind, members) in enumerate(members_by_kind.items())
+        _plane(number, kind, named_parameters, state, lead, master_weights)
+        for number, (kind, named_parameters) in enumerate(named_by_kind.items())
     ]
     for plane in new_planes:
         plane.section_sizes = _section_sizes(plane, layers or {})
@@ -343,7 +344,7 @@ def _section_sizes(plane: Plane, layers: Mapping[str, Any]) -> tuple[int, ...]:
 def _plane(
     number: int,
     kind: ParameterKind,
-    members: list[tuple[str, nn.Parameter]],
+    named_parameters: list[tuple[str, nn.Parameter]],
     state: str,
     lead: int,
     master_weights: bool,
@@ -353,27 +354,27 @@ def _plane(
     Args:
         number: the plane's number.
         kind: the kind.
-        members: the names and the parameters.
+        named_parameters: the names and the parameters.
         state: see `planes`.
         lead: see `planes`.
         master_weights: see `planes`.
     """
     block = FORMATS[state].block
-    sizes = [math.prod(p.shape[lead:]) for _, p in members]
+    sizes = [math.prod(p.shape[lead:]) for _, p in named_parameters]
     padded_sizes = [-(-size // block) * block for size in sizes]  # rounded up to blocks
-    offsets = [0, *itertools.accumulate(padded_sizes)]
-    _, first = members[0]
+    offsets = [0, *itertools.accumulate(padded_sizes)]  # the last one is the plane's size
+    _, first = named_parameters[0]
     plane_shape = (*first.shape[:lead], offsets[-1])
     grad_dtype = kept_dtype(first)
     param_dtype = grad_dtype if master_weights else torch.bfloat16
     param = torch.empty(plane_shape, dtype=param_dtype, device=first.device)
     placed = [
         PlacedParameter(name, parameter, offset)
-        for (name, parameter), offset in zip(members, offsets, strict=False)
+        for (name, parameter), offset in zip(named_parameters, offsets, strict=False)
     ]
     # To save memory, each parameter's old memory is freed as soon as it is copied, and gradients are
     # allocated last. On a CPU, `torch.empty` takes no memory until it is written to, so at most one
-    # parameter is in memory twice. On a GPU it takes all memory at once, so all parameters of this kind
+    # parameter is in memory twice. On a GPU it takes all memory immediately, so all parameters of this kind
     # are in memory twice.
     for (_, parameter, offset), size, padded_size in zip(placed, sizes, padded_sizes, strict=True):
         values = param[..., offset : offset + size].view(parameter.shape)

@@ -4,8 +4,8 @@ A plane is a flat buffer of parameters that are updated in the same way (`monogr
 An optimizer keeps one or more moments for each plane, and a format says in which buffers a moment is
 stored. A format may store numbers in blocks that share a scale. If ranks (the processes of distributed
 training) share out the rows of a parameter, a rank may have only a part of its first block and of its
-last block. `block_offset` is the number of numbers at the beginning of the first block that an earlier
-rank has.
+last block. `block_offset` says how many numbers at the beginning of the first block an earlier rank
+has.
 
 Shapes: N numbers of a plane.
 """
@@ -21,14 +21,14 @@ Buffers = dict[str, Tensor]
 
 
 class PackingContext(NamedTuple):
-    """The second argument of a format's `pack` and `unpack`: all that they must know of the numbers.
+    """The second argument of a format's `pack` and `unpack`: all that they must know about the numbers.
 
     Attributes:
         size: N, how many numbers there are.
         signed: whether the numbers may be negative, as first moments may.
         block_offset: how many numbers of the first block another rank has.
         edge_maxima_2: the largest numbers of the first and of the last block, if other ranks have parts
-            of these blocks; None: the largest numbers are those that are here.
+            of these blocks; None: they are found among the numbers themselves.
         word_N: random words, int64 in [0, 2^32), if the format rounds stochastically; else None.
     """
 
@@ -61,7 +61,7 @@ class MomentBuffer(NamedTuple):
     Attributes:
         suffix: the end of the buffer's name, after the moment's name, such as "_scale".
         dtype: the buffer's dtype; None: the gradient's.
-        nonnegative_dtype: the dtype for a moment that is never negative; None: also `dtype`.
+        nonnegative_dtype: the dtype for a moment that is never negative; None: `dtype`, as for others.
         numbers_per_element: how many consecutive numbers of the moment share one element, a power
             of two. For scales it is the size of a block, and a scale must depend on the block's
             largest number alone. For codes of 4 bits it is 2.
@@ -83,6 +83,7 @@ class MomentBuffer(NamedTuple):
             numbers: how many numbers of the moment the rank has.
             block_offset: how many numbers of the first block other ranks have.
         """
+        # The rank's first element may begin with numbers of other ranks.
         occupied = block_offset % self.numbers_per_element + numbers
         return -(-occupied // self.numbers_per_element)  # rounded up
 
@@ -135,11 +136,12 @@ class StateFormat:
 
     @property
     def rows_multiple(self) -> int:
-        """Return the number that must divide the index of the first number of each rank.
+        """Return what must divide the index at which a rank's part of the numbers begins.
 
         Ranks must not share an element that packs several numbers, such as two codes of 4 bits. They
         may share a scale, of which each has a copy, because they agree on it.
         """
+        # A buffer with an element for each block has scales. All other buffers pack numbers.
         sizes = [part.numbers_per_element for part in self.parts]
         return max((size for size in sizes if size < self.block), default=1)
 
@@ -210,7 +212,7 @@ class StateFormat:
                 parts of these blocks; else None.
         """
         if self.pack is None:
-            return
+            return  # the update has changed the only buffer itself
         packing = PackingContext(
             len(values_N), not moment.never_negative, block_offset, edge_maxima_2, word_N
         )

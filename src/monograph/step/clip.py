@@ -67,7 +67,7 @@ class Clip(NamedTuple):
 
 
 def log_norm_and_loss(grad_norm: Tensor, loss: Tensor) -> Tensor:
-    """Return the two numbers of an update that spikes are detected by, fp64 [2]."""
+    """Return the two numbers of an update by which spikes are detected, fp64 [2]."""
     # The logarithm compares norms by their ratio: a norm ten times the usual one is as suspicious
     # early in a run, where norms are large, as late.
     return torch.stack([grad_norm.clamp_min(_SMALLEST_NORM).log(), loss], dim=-1)
@@ -81,7 +81,7 @@ def is_spike(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
         recent_2W: those of the last W applied updates, in any order.
         applied: the number of applied updates; the result is false while there are fewer than W.
     """
-    # A spike that was let through would move a mean and a standard deviation far more than medians.
+    # Medians, because a spike that was let through would move a mean and a standard deviation far more.
     median_2 = _median(recent_2W)
     deviation_2 = _STD_PER_MAD * _median((recent_2W - median_2.unsqueeze(-1)).abs())
     log_norm_deviation, loss_deviation = deviation_2.unbind(-1)
@@ -198,7 +198,7 @@ def largest_squarable(dtype: torch.dtype) -> float:
 
 
 def largest_lr(kinds: Iterable[ParameterKind], largest: float) -> Tensor:
-    """Return the largest learning rate that cannot make an update's factors overflow.
+    """Return the largest learning rate with which no factor of an update overflows.
 
     Its product with each kind's factor and weight decay is within `largest`.
 

@@ -33,7 +33,8 @@ def require_nothing_added(
     # `TokenLoss` is known to add nothing. A loss cannot be called on a model that runs stage by stage.
     if not isinstance(step.loss, TokenLoss) and not step.parameters.staged:
         devices = [step.device] if step.device.type == "cuda" else []
-        # With gradients enabled, FSDP2's forward pass would wait for a backward pass.
+        # Gradients are off where the sums cannot be differentiated: after a forward pass with gradients,
+        # FSDP2 would wait for a backward pass.
         grad_mode = torch.set_grad_enabled(step.parameters.differentiable)
         with grad_mode, buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
             loss_sum, summed_count = step.parameters.sums(empty)

@@ -42,6 +42,7 @@ class ParameterGuard:
             )
 
     def _change(self) -> str:
+        """Return what has changed, as the beginning of the error's sentence."""
         now = dict(self.module.named_parameters())
         for name, parameter in self.parameters.items():
             if name not in now:

@@ -1,4 +1,6 @@
-"""Prepare a loss for a step: its device, its experts' balance, and the update it belongs to."""
+"""Prepare a loss for a step: move it to the step's device, check that it fits a model that balances its
+experts, and tell it of each update.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ def balances(model: nn.Module, loss: Loss) -> bool:
             shares are unknown.
     """
     factors = [getattr(module, "balance_factor", 0.0) for module in model.modules()]
-    if any(factors) and not (factors[0] and isinstance(loss, TokenLoss)):
+    own_factor = factors[0]  # `modules` yields the model itself first, and then its submodules
+    if any(factors) and not (own_factor and isinstance(loss, TokenLoss)):
         raise UsageError(
             "output_router_logits = true adds the balance of experts to the cross-entropy of texts alone, and this "
             "run trains by another loss: set it to false in the config.json of the model, or of the run's export"

@@ -26,16 +26,16 @@ class OnDevice(Parameters):
     """The parameters of one module on one device; a step's default.
 
     Attributes:
-        rounds_in_update: whether an update rounds the weights that it writes for the products of the next
-            window. Otherwise each window begins with that.
+        rounds_in_update: whether an update, after writing the weights, also rounds them for the products
+            of the next window. Otherwise each window begins with rounding them.
     """
 
     def __init__(self, *, fused: bool | None = None, rounds_in_update: bool = False):
         """Choose how weight gradients reach the planes, and when weights are rounded.
 
         Args:
-            fused: whether matrix products add them directly (see `monograph.ops.fused_gradients`);
-                None: if that saves work.
+            fused: whether matrix products add weight gradients to the planes directly (see
+                `monograph.ops.fused_gradients`); None: if that saves work.
             rounds_in_update: as the attribute. Then no weight may be written through `.data` between
                 an update and the next window, because torch does not count such writes, and the
                 window would use weights that were rounded before.
@@ -69,7 +69,8 @@ class OnDevice(Parameters):
             master_weights=step.optim.master_weights,
             layers=parameter_blocks(step.model),
         )
-        # Families whose parameters do not, because they are updated in different ways, are multiplied one by one.
+        # Parameters that are updated in different ways are in different planes. A family that has such
+        # parameters is split into smaller ones, and a layer that is left alone is multiplied alone.
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)
@@ -86,12 +87,14 @@ class OnDevice(Parameters):
                 plane.fuse_gradients()
         for family in siblings.families(step.model):
             family.update_views()
-        self._totals = [
-            (placed.parameter, total.data)
-            for plane in new_planes
-            if plane.adds_by_products
-            for placed, (_, total) in zip(plane.placed, plane.views(plane.grad), strict=True)
-        ]
+        self._totals = []
+        for plane in new_planes:
+            if plane.adds_by_products:
+                totals = plane.views(plane.grad)
+                self._totals += [
+                    (placed.parameter, total.data)
+                    for placed, (_, total) in zip(plane.placed, totals, strict=True)
+                ]
         self.begins_sums = bool(self._totals)
         return new_planes
 
@@ -131,10 +134,11 @@ class OnDevice(Parameters):
         """
         rounded_planes = [plane for plane in self.step.planes if plane.rounded is not None]
         # A parameter and its plane share memory, but have counts of their own.
+        of_planes = [plane.param._version for plane in rounded_planes]
         of_parameters = [
             placed.parameter._version for plane in rounded_planes for placed in plane.placed
         ]
-        return (*(plane.param._version for plane in rounded_planes), *of_parameters)
+        return (*of_planes, *of_parameters)
 
     def score(self, batches: Iterable[object]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
@@ -177,11 +181,11 @@ class OnDevice(Parameters):
 
 
 def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:
-    """Return whether a step's matrix products can add gradients to the planes, and save time by it.
+    """Return whether a step's matrix products can add gradients to the planes, and save time by doing so.
 
     See `monograph.ops.fused_gradients`.
     """
-    # Hooks may read gradients that autograd does not get then.
+    # A hook may read a gradient, and autograd does not get the gradients that products add.
     has_hooks = any(
         p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters()
     )
@@ -201,6 +205,6 @@ def fuses_gradients(model: type[nn.Module], loss: Loss, precision: str, on_cuda:
     """
     # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
     device_can = on_cuda and precision in ("bf16", "fp16", "fp8_head")
-    # A caller's own model or loss may read gradients that autograd does not get then.
+    # A caller's own model or loss may read gradients, too, which autograd would not get.
     reads_no_gradients = type(loss) is TokenLoss and may_fuse(model)
     return device_can and reads_no_gradients

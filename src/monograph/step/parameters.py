@@ -47,8 +47,9 @@ class Parameters(ABC):
         replays: whether a recorded micro-step may be replayed.
         replays_update: whether a captured update is recorded and replayed, too. That pays where the
             device computes it faster than the host launches its kernels.
-        begins_sums: whether the next micro-step begins sums of gradients: what it finds in them are numbers of
-            earlier windows, which it replaces (`monograph.ops.unwritten`). Otherwise it adds to what it finds.
+        begins_sums: whether the next micro-step begins the sums of gradients. Their buffers then have
+            numbers of an earlier window, which it replaces (`monograph.ops.unwritten`). Otherwise it
+            adds to the buffers.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
         counters: state tensors in addition to the step's own counters, by name.
         frozen: which members of an ensemble are never updated again, bool [N]; None: no member is.

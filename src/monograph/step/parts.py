@@ -1,7 +1,7 @@
 """Name the parts of an update, and time them.
 
-The profiler's span around the optimizer has its part's name and its beginning
-(`monograph.profiling.trace`), and the optimizer's seconds are those of this part.
+The profiler marks one of these parts, the optimizer, by a span that has the part's name and begins where
+the part begins (`monograph.profiling.trace`).
 """
 
 import itertools

@@ -375,8 +375,8 @@ class Step:
         """
         # The block includes the backward pass, as that may recompute parts of the forward pass.
         with self.parameters.fused_gradients():
-            # torch cannot trace a forward pass of bf16 weights that have fp32 gradients, so `unlinked`
-            # takes these away for it.
+            # torch cannot trace a forward pass of bf16 weights that have fp32 gradients. So `unlinked`
+            # removes such gradients during the forward pass.
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
@@ -451,7 +451,7 @@ class Step:
         """Decide on the device whether to apply the update, and count it as applied or skipped.
 
         Args:
-            sums_of_squares: of the summed gradient, one for each part of a plane.
+            sums_of_squares: of the summed gradient, one for each section of a plane.
         """
         scale = self.gradient_scale()
         grad_norm = self.parameters.add_squares(sums_of_squares).sqrt() * scale
@@ -560,8 +560,8 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
         )
 
     with discard_on_failure(step), prepared_loss(step, batches):
-        # The window's targets are counted before its first backward pass. So each loss can be
-        # divided by their number at once, and gradients need not be divided later.
+        # The window's targets are counted before its first backward pass. So each loss can be divided by
+        # their number, and gradients need not be divided later.
         step.count_window(batches)
         batches = [step.with_shares(batch) for batch in batches]
         for batch in batches:
