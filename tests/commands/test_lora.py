@@ -392,3 +392,35 @@ def test_experts_in_four_bits_with_adapters_are_trained_and_exported_merged_alon
     }
     for name in ("mixed", "mixed-out"):
         assert server.run(folder, "generate", name, "alpha", "--max-tokens", "3").code == 0
+
+
+@pytest.mark.slow
+def test_an_lfm2s_adapters_go_through_the_commands(tmp_path: Path, server: CommandServer) -> None:
+    """Their folder has the files' names, and what is read of it computes the same."""
+    here = with_texts(tmp_path)
+    write_base(here / "base", model_type="lfm2", layer_types=("conv", "full_attention"))
+    targets = 'lora.targets=["o_proj", "gate_proj"]'
+    done = server.run(here, "train", *LORA, "optim.lr=0.1", targets, "--out", "run", figures=0)
+    assert done.code == 0, done.err
+    done = server.run(here, "export", "run", "--to", "out", figures=0)
+    assert done.code == 0 and "out/adapter: the adapters alone" in done.out, done.err
+    written = json.loads((here / "out/adapter/adapter_config.json").read_text())
+    assert written["target_modules"] == ["model.layers.1.self_attn.out_proj", "w1"]
+    run, peft = load(here / "run")[0], load(here / "out/adapter")[0]
+    assert all(map(torch.equal, run.parameters(), peft.parameters()))
+    further = over(OWN, "train.updates=1", "model.init=out/adapter", "train.keep=9")
+    done = server.run(here, "train", *further, "--out", "further", figures=0)
+    assert done.code == 0, done.err
+    first = load_file(here / "further/checkpoints/step-00000000/model.safetensors")
+    last = load_file(newest(here / "run") / "model.safetensors")
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    texts = [
+        server.run(here, "generate", "base", "a", "--max-tokens", "8", "--json", *more, figures=0)
+        for more in (["--adapter", "a=run"], ["--adapter", "a=out/adapter"], [])
+    ]
+    assert all(done.code == 0 for done in texts), [done.err for done in texts]
+    by_run, by_folder, by_base = (
+        json.loads(done.out.splitlines()[-1])["completions"] for done in texts
+    )
+    assert by_run == by_folder != by_base

@@ -5,7 +5,7 @@ names of layers; or a list of last parts of names, such as ["q_proj", "v_proj"].
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -38,7 +38,7 @@ def targeted_layers(
         names = set(layers)
     else:
         layers |= expert_layers(module)
-        names = _chosen_names(module, layers, targets)
+        names = chosen_names(layers, targets, module)
     _require_untied_weights(module, names)
     return {name: layer for name, layer in layers.items() if name in names}
 
@@ -68,17 +68,26 @@ def expert_layers(module: nn.Module) -> dict[str, ExpertLinear]:
     }
 
 
-def _chosen_names(
-    module: nn.Module, layers: Mapping[str, nn.Module], targets: str | Iterable[str]
+def chosen_names(
+    layer_names: Collection[str], targets: str | Iterable[str], module: nn.Module | None = None
 ) -> set[str]:
-    """Return the names of layers that a regular expression or a list of last parts chooses."""
+    """Return the names of layers that a regular expression or a list of last parts chooses.
+
+    Args:
+        layer_names: the names of the layers that can have an adapter.
+        targets: a regular expression, or the last parts of names.
+        module: the module that has the layers, for messages; None: it has these names for no others.
+
+    Raises:
+        UsageError: a target matches no name, or an expression is not valid.
+    """
     if isinstance(targets, str):
-        return _names_matching(layers, targets)
+        return _names_matching(layer_names, targets)
     chosen = set[str]()
     for target in targets:
-        names = _names_ending_in(target, layers)
+        names = _names_ending_in(target, layer_names)
         if not names:
-            raise UsageError(_unknown_target_message(module, target, layers))
+            raise UsageError(_unknown_target_message(module, target, layer_names))
         chosen |= names
     return chosen
 
@@ -112,21 +121,22 @@ def _names_ending_in(target: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if name == target or name.endswith(f".{target}")}
 
 
-def _unknown_target_message(module: nn.Module, target: str, layers: Mapping[str, nn.Module]) -> str:
-    """Return the message for a last part of a name that none of `layers` has.
+def _unknown_target_message(
+    module: nn.Module | None, target: str, layer_names: Iterable[str]
+) -> str:
+    """Return the message for a last part of a name that no layer has.
 
     If a submodule that cannot have an adapter has this name, the message says why it cannot.
     """
-    last_parts = sorted({name.rpartition(".")[2] for name in layers})
+    last_parts = sorted({name.rpartition(".")[2] for name in layer_names})
     existing = f"there are {', '.join(last_parts[:_MAX_NAMES_SHOWN])}"
-    submodules = dict(module.named_modules())
-    del submodules[""]  # the module itself, which has no name
+    submodules = {name: child for name, child in module.named_modules() if name} if module else {}
     names_with_target = _names_ending_in(target, submodules)
     if not names_with_target:
         return f"lora.targets: no linear layer is called {target!r}; {existing}"
     name = next(name for name in submodules if name in names_with_target)
     layer = submodules[name]
-    if layer is head_of(module):
+    if module is not None and layer is head_of(module):
         return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {existing}"
     return (
         f"lora.targets: {name} is not a plain linear layer but {type(layer).__name__}; {existing}"

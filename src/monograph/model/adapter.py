@@ -4,7 +4,8 @@ The *base* is the model to which adapters are added. An adapter of LoRA adds the
 small matrices, times a scale, to a weight of the base.
 
 PEFT is Hugging Face's library of adapters. Its format is a folder with adapter_config.json and
-adapter_model.safetensors.
+adapter_model.safetensors. Layers have the names of the family's files there
+(`monograph.model.adapter_names`).
 
 llama.cpp adds the adapters of a GGUF file to the model of another GGUF file (`llama-cli --lora`). For
 each weight NAME the file has A as NAME.lora_a and B as NAME.lora_b, and B's rows are in the order of
@@ -12,7 +13,6 @@ the base's file. llama.cpp's scale is alpha / rank.
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +37,13 @@ from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
 from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.token_rows import ROWS, tables_with_rows
+from monograph.model.adapter_names import (
+    name_in_decoder,
+    name_in_files,
+    shortest_targets,
+    targets_in_decoder,
+    targets_in_files,
+)
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_gguf_file
@@ -114,7 +121,8 @@ class Adapter(NamedTuple):
 
     Attributes:
         folder: the folder.
-        lora: rank, alpha, targets, dropout, tokens, rslora and dora.
+        lora: rank, alpha, targets, dropout, tokens, rslora and dora, as adapter_config.json has them;
+            see `lora_on`.
         base: the path of the base's folder, or its id on the hub, as adapter_config.json has it; "":
             it has none.
         tokens: the value of `trainable_token_indices` in adapter_config.json, the tokens whose rows of
@@ -153,6 +161,25 @@ class Adapter(NamedTuple):
             return []
         recorded = read_json(file_inside(self.folder, BASE_FILE)).get(_FOLDER)
         return [Path(recorded)] if isinstance(recorded, str) else []
+
+    def lora_on(self, config: LlamaConfig | None) -> Lora:
+        """Return `lora` with targets by the decoder's names of layers. The folder has the names of the
+        files of the base's family.
+
+        Args:
+            config: the shape of the base; None: the base is no `Llama`, or is not known, and the targets
+                are returned as they are.
+
+        Raises:
+            InputRefused: a target matches no layer of the base.
+        """
+        if config is None:
+            return self.lora
+        try:
+            targets = targets_in_decoder(self.lora.targets, config)
+        except UsageError as error:
+            raise InputRefused(f"{self.folder / CONFIG_FILE}: {error}") from None
+        return replace(self.lora, targets=targets)
 
     @property
     def weights_sha256(self) -> str | None:
@@ -289,7 +316,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
     path = file_inside(adapter.folder, WEIGHTS_FILE)
     state = adapter_state(module)  # shares memory with the module
     expected_names = state.keys() - unlisted_rows(adapter.tokens, module)
-    destinations = {name: state[name] for name in expected_names}
+    destinations = {_outside_name(name, module): state[name] for name in expected_names}
     stored = tensors_by_own_names(read_header(path), module, path)
     missing = destinations.keys() - stored.keys()
     unexpected = stored.keys() - destinations.keys()
@@ -314,6 +341,11 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
         value = values[peft_name(name)]
         require_finite(f"{path}: {peft_name(name)}", value)
         destinations[name].copy_(value)
+
+
+def _outside_name(name: str, module: nn.Module) -> str:
+    """Return the name that folders have for a tensor of a module's adapters, without PEFT's additions."""
+    return name_in_files(name, module.config) if isinstance(module, Llama) else name
 
 
 def require_finite(place: str, tensor: Tensor) -> None:
@@ -436,7 +468,9 @@ def pack_adapters(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
-        joined_layers = tuple(itertools.chain.from_iterable(config.joined_layers.values()))
+        joined_layers = tuple(
+            part for parts in config.joined_layers.values() if len(parts) > 1 for part in parts
+        )
         joined_in_files = [name for name in adapted if name.endswith(joined_layers)]
         if joined_in_files:
             raise InputRefused(
@@ -464,7 +498,7 @@ def pack_adapters(
     if trained_tokens:
         values[TRAINABLE_TOKENS_KEY] = trained_tokens
     tensors = {
-        peft_name(name): tensor.contiguous().clone()
+        peft_name(_outside_name(name, module)): tensor.contiguous().clone()
         for name, tensor in adapter_state(module).items()
     }
     base_record = {} if config is None else {_STRUCTURE: structure_digest(config)}
@@ -519,20 +553,13 @@ def _target_modules(
     module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora
 ) -> list[str] | str:
     """Return the value of `target_modules` that selects the same layers in PEFT."""
+    if isinstance(module, Llama) and module.config.renamed_layers:
+        return targets_in_files(adapted, module.config)
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     # The targets are "all-linear". This word is not written, because in PEFT it selects different layers
-    # for different classes of models. PEFT selects each layer whose name is listed, or ends with a listed
-    # name. So the last parts of the names, such as q_proj, are listed, unless they would select other
-    # layers, too. In that case the whole names are listed.
-    last_names = sorted({name.rpartition(".")[2] for name in adapted})
-    other_layers = [
-        name
-        for name, child in module.named_modules()
-        if name not in adapted and not isinstance(child, AnyAdapted)
-    ]
-    selects_others = any(name.rpartition(".")[2] in last_names for name in other_layers)
-    return sorted(adapted) if selects_others else last_names
+    # for different classes of models.
+    return shortest_targets(set(adapted), [name for name, _ in module.named_modules()])
 
 
 def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
@@ -617,7 +644,10 @@ def write_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, new: Path) -> 
     gguf = import_gguf()
     values = packed.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)  # for its `scale`
-    matrices = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in packed.tensors.items()}
+    matrices = {
+        name_in_decoder(name.removeprefix(PEFT_PREFIX), config): tensor
+        for name, tensor in packed.tensors.items()
+    }
     tensors = list(_gguf_tensors(matrices, config))
     writer = gguf.GGUFWriter(new / GGUF_FILE, llama_cpp_support(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)

@@ -585,6 +585,13 @@ class LlamaConfig:
             return self.family.joined_layers
         return {**self.family.joined_layers, **self.family.joined_in_mixtures}
 
+    @property
+    def renamed_layers(self) -> Mapping[str, str]:
+        """Return the layers of a block that have another name in the files, as {name in the decoder:
+        name in the files}.
+        """
+        return {parts[0]: name for name, parts in self.joined_layers.items() if len(parts) == 1}
+
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
         if not self.layer_type(layer).attends or self.position_embedding_type == "nope":

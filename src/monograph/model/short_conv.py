@@ -58,6 +58,7 @@ class ShortConv(Mixer):
 
     name = "conv"
     reads_segments = True
+    gguf_adapters = True
     siblings = ()
     llama_cpp_fp32 = (_LLAMA_CPP_NAMES["conv.weight"],)
 

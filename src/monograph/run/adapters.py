@@ -100,10 +100,11 @@ class AdapterBase:
             raise InputRefused(
                 f"{folder}: tokenizer.json is not that of this model: new tokens can only be merged: {MERGE}"
             )
-        _require_max_rank(stored.lora, str(folder), max_rank)
-        skeleton = self._skeleton(stored.lora)
-        adapter.install_adapters(skeleton, stored.lora, start=stored, device=torch.device("cpu"))
-        return stored_adapter(skeleton, stored.lora, str(folder))
+        lora = stored.lora_on(self.config)
+        _require_max_rank(lora, str(folder), max_rank)
+        skeleton = self._skeleton(lora)
+        adapter.install_adapters(skeleton, lora, start=stored, device=torch.device("cpu"))
+        return stored_adapter(skeleton, lora, str(folder))
 
     def _read_run(self, run: Run, checkpoint: Checkpoint, max_rank: int | None) -> StoredAdapter:
         recipe = ModelRecipe.recorded(checkpoint.state["recipe"])

@@ -342,7 +342,7 @@ def _load_unmerged(
         if file:
             tokenizer_sizes = compare_tokenizers(Tokenizer.from_file(file), base, str(file))
             add_missing_rows(model, tokenizer_sizes, base)
-        adapter.install_adapters(model, stored.lora, start=stored)
+        adapter.install_adapters(model, stored.lora_on(model.config), start=stored)
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)

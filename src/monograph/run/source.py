@@ -68,7 +68,7 @@ class ModelSource:
             other: the source that gets the answers.
             more: names of properties to copy, in addition to those that depend only on the base.
         """
-        copied_properties = {"run", "is_weight_file", "shape", "positions", *more}
+        copied_properties = {"run", "is_weight_file", "shape", "config", *more}
         # `cached_property` stores its value in the instance's dict, under the property's name.
         for name, value in vars(self).items():
             if name in copied_properties:
@@ -112,12 +112,17 @@ class ModelSource:
         return is_folder(self.base)
 
     @cached_property
+    def config(self) -> LlamaConfig | None:
+        """Return the base's configuration; None if only loading the base can tell."""
+        if self.run is None:
+            return self.shape
+        recorded = recorded_state.newest_state(self.run).get("model_config")
+        return LlamaConfig.from_hf(recorded) if recorded else None
+
+    @property
     def positions(self) -> int | None:
         """Return the base's number of positions; None if only loading the base can tell."""
-        if self.run is None:
-            return self.shape.max_position_embeddings if self.shape else None
-        recorded = recorded_state.newest_state(self.run).get("model_config")
-        return LlamaConfig.from_hf(recorded).max_position_embeddings if recorded else None
+        return self.config.max_position_embeddings if self.config else None
 
     @property
     def left_out(self) -> str:

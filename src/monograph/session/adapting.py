@@ -7,7 +7,6 @@ from monograph.config import Settings
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.graph.lora_targets import ALL_LINEAR
-from monograph.model.adapter import Adapter
 from monograph.optim import Group
 from monograph.run.source import ModelSource
 from monograph.storage.code import folder_named
@@ -65,7 +64,10 @@ def adapter_values(settings: Settings, source: ModelSource | None) -> dict[str, 
     given_keys = [key for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins]
     if source and source.adapter:
         values = _values_of_stored_adapter(
-            source.adapter, f"the adapter in {source.name}", settings, given_keys
+            source.adapter.lora_on(source.config),
+            f"the adapter in {source.name}",
+            settings,
+            given_keys,
         )
         return {**values, "model.init": folder_named(without_links(source.name))}
     if not given_keys:
@@ -120,13 +122,13 @@ def _values_by_key(lora: Lora) -> dict[str, Any]:
 
 
 def _values_of_stored_adapter(
-    adapter: Adapter, adapter_text: str, settings: Settings, given_keys: Collection[str]
+    lora: Lora, adapter_text: str, settings: Settings, given_keys: Collection[str]
 ) -> dict[str, Any]:
     """Return the values of `OPTION_KEYS` of a stored adapter. Settings may change only its dropout
     and its base.
 
     Args:
-        adapter: the stored adapter.
+        lora: the options of the stored adapter.
         adapter_text: what an error calls the adapter.
         settings: the run's settings.
         given_keys: the keys of adapters that are given.
@@ -134,7 +136,7 @@ def _values_of_stored_adapter(
     Raises:
         UsageError: a given value differs from the stored adapter's.
     """
-    stored = _values_by_key(adapter.lora)
+    stored = _values_by_key(lora)
     values = settings.values()
     changeable = {key: values[key] for key in ("lora.dropout", "lora.base")}
     if values["lora.tokens"] not in (None, "auto"):
