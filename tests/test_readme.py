@@ -244,6 +244,11 @@ def test_links_lead_to_headings(page: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    assert not re.findall(r"^(?:<<<<<<<|>>>>>>>) .*$", page.read_text(), re.M)
+
+
 def test_every_page_is_in_the_overview() -> None:
     overview = (ROOT / "docs" / "README.md").read_text()
     assert not [
