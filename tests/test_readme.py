@@ -551,6 +551,13 @@ def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.Monke
     assert printed("constraints", "constrained_steps") == [table]
 
 
+def test_the_table_of_taught_agents_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/taught_agent.json").read_text())
+    table = script("benchmarks/taught_agent.py").table(kept["cases"])
+    assert printed("serve", "taught_agent") == [table]
+
+
 def test_the_table_of_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/drafts.json").read_text())
