@@ -23,7 +23,7 @@ import torch
 import automata
 from monograph.automata import Automaton, constraint
 from monograph.automata.on_host import HostConstraint, HostVocabulary, has_llguidance, lark_of
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
@@ -85,7 +85,9 @@ def constraints(pieces: list[bytes]) -> dict[str, Callable[[], Automaton | HostC
 class Writer:
     """A decoder whose rows write texts without an end, one step at a time."""
 
-    def __init__(self, model: Llama, rows: int, found: Automaton | HostConstraint | None) -> None:
+    def __init__(
+        self, model: Llama, rows: int, mode: Mode, found: Automaton | HostConstraint | None
+    ) -> None:
         """Begin the texts."""
         followed = found if isinstance(found, HostConstraint) else None
         automaton = found if isinstance(found, Automaton) else None
@@ -103,6 +105,7 @@ class Writer:
             vocabulary=model.config.vocab_size,
             automata=needed,
             pace=1,
+            mode=mode,
         )
         self._request = Request(
             tuple(range(300, 300 + PROMPT)),
@@ -130,10 +133,10 @@ class Writer:
 
 
 def measured(
-    model: Llama, rows: int, pairs: int, make: Callable[[], Automaton | HostConstraint]
+    model: Llama, rows: int, mode: Mode, pairs: int, make: Callable[[], Automaton | HostConstraint]
 ) -> dict[str, Any]:
     """Return the figures of one constraint."""
-    free, bound = Writer(model, rows, None), Writer(model, rows, make())
+    free, bound = Writer(model, rows, mode, None), Writer(model, rows, mode, make())
     times: dict[Writer, list[tuple[float, float]]] = {free: [], bound: []}
     for number in range(pairs + 20):
         order = (free, bound) if number % 2 else (bound, free)
@@ -175,12 +178,13 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
     parser.add_argument("--only", default="", help="constraints whose names have this text")
     options = parser.parse_args()
     if options.smoke:
         options.shapes, options.rows, options.pairs = "small", "2", 5
     torch.set_num_threads(1)
-    settings = {key: getattr(options, key) for key in ("shapes", "rows", "pairs")}
+    settings = {key: getattr(options, key) for key in ("shapes", "rows", "pairs", "mode")}
     found = harness.result("constrained-steps", settings)
     harness.print_machine(found)
     for name in options.shapes.split(","):
@@ -190,7 +194,7 @@ def main() -> None:
             if options.only not in title:
                 continue
             for rows in map(int, options.rows.split(",")):
-                case = measured(model, rows, options.pairs, make)
+                case = measured(model, rows, options.mode, options.pairs, make)
                 found["cases"].append({"shape": name, "constraint": title, **case})
                 harness.write(options.out, found)
     harness.print_table(

@@ -244,6 +244,11 @@ def test_links_lead_to_headings(page: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    assert not re.findall(r"^(?:<<<<<<<|>>>>>>>) .*$", page.read_text(), re.M)
+
+
 def test_every_page_is_in_the_overview() -> None:
     overview = (ROOT / "docs" / "README.md").read_text()
     assert not [
@@ -544,6 +549,13 @@ def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.Monke
     kept = json.loads((ROOT / "benchmarks/results/constrained_steps.json").read_text())
     table = script("benchmarks/constrained_steps.py").table(kept["cases"])
     assert printed("constraints", "constrained_steps") == [table]
+
+
+def test_the_table_of_taught_agents_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/taught_agent.json").read_text())
+    table = script("benchmarks/taught_agent.py").table(kept["cases"])
+    assert printed("serve", "taught_agent") == [table]
 
 
 def test_the_table_of_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,9 @@ def test_every_form_is_the_same_conversation() -> None:
         {"messages": SAID, "tools": TOOLS}
     )
     assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answer_indices == [3]
+    # "strict" is for the server, which does not show it to the model.
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    assert read({"messages": SAID, "tools": strict}).template_variables == {"tools": TOOLS}
     assert read({"messages": CHATS["two rounds of tools"]}).answer_indices == [1, 3, 5, 7]
 
 

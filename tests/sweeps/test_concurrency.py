@@ -5,7 +5,8 @@ test makes up)
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from monograph.session.resolve import resolve
 from monograph.sweeps import members_memory
 from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates
 from monograph.sweeps.members_memory import MembersMemory
+from monograph.sweeps.rehearsal import Rehearsal
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 GIB = 2**30
@@ -195,3 +197,23 @@ def test_only_what_may_not_fit_is_traced(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(members_memory, "traced_bytes", trace)
     assert memory_of(44 * GIB, 4 * GIB).most() == 9 and not traced
     assert memory_of(30 * GIB, 4 * GIB).most() == 5 and traced == [9]
+
+
+def test_a_window_that_other_work_delays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of sampled answers take 2 s, and the first one that is timed takes 60 s."""
+    now = 0.0
+    seconds = iter([2.0, 60.0, 2.0, 2.0])  # the first window compiles
+
+    def windows() -> Iterator[dict[str, torch.Tensor]]:
+        nonlocal now
+        for each in seconds:
+            now += each
+            yield {}
+
+    monkeypatch.setattr("monograph.session.warmup.clock", lambda: now)
+    rehearsal: Any = object.__new__(Rehearsal)
+    rehearsal._windows, rehearsal._readers = windows(), []
+    rehearsal.tasks = [SimpleNamespace(updates_per_window=1)]
+    step = SimpleNamespace(scope="whole", device=torch.device("cpu"), counters_kept=nullcontext)
+    rehearsal.engine = SimpleNamespace(step=step)
+    assert rehearsal.window_s(updates=100) == 2.0

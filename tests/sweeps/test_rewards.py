@@ -469,7 +469,7 @@ def test_the_plan_counts_a_decoder_of_all_members() -> None:
         engine = cohort.make_members_engine(expected_runs, True, CPU)
         rehearsal = Rehearsal(expected_runs, task, engine)
         assert rehearsal.window["tokens"].shape[0] == 3
-        assert rehearsal.window_s() > 0 and rehearsal.evaluation_s(4) > 0
+        assert rehearsal.window_s(UPDATES) > 0 and rehearsal.evaluation_s(4) > 0
         drawer = rehearsal.tasks[0]._members_drawer  # type: ignore[attr-defined]
         generator = drawer._generator
         caches = (generator.cache, generator.reader.cache)

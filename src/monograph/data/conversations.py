@@ -75,13 +75,24 @@ class Conversation(NamedTuple):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Return everything that the chat template gets in addition to the messages."""
-        tools = {TOOLS: self.tools} if self.tools else {}
+        tools = {TOOLS: [*map(_shown_tool, self.tools)]} if self.tools else {}
         return {**tools, **self.variables}
 
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Return the conversation whose text `conversation_text` has returned."""
         return cls(*json.loads(text))
+
+
+def _shown_tool(tool: Any) -> Any:
+    """Return a tool as the model sees it: without "strict", which clients write for the server.
+
+    `serve` and `generate` do not show it either.
+    """
+    match tool:
+        case {"function": {"strict": _, **function}}:
+            return {**tool, "function": function}
+    return tool
 
 
 def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:

@@ -147,6 +147,7 @@ def seconds_per_update(
     update: Callable[[], object],
     world: World | None = None,
     training_s: float = math.inf,
+    max_timed: int = MAX_TIMED,
 ) -> float:
     """Return the seconds of an update: the lower quartile over a few updates that change nothing.
 
@@ -160,6 +161,7 @@ def seconds_per_update(
         world: the ranks that update together; rank 0 decides how many updates are timed.
         training_s: seconds of the run's training. The updates take at most about
             `CALIBRATION_SHARE` of them, but at least one is timed.
+        max_timed: the most updates that are timed.
     """
     times: list[float] = []
     world = world or World()
@@ -168,9 +170,9 @@ def seconds_per_update(
         """Return whether another update should be timed."""
         if times and sum(times) > CALIBRATION_SHARE * training_s:
             return False
-        if len(times) < MIN_TIMED:
-            return True
-        return sum(times) < CALIBRATION_S and len(times) < MAX_TIMED
+        if len(times) >= max_timed:
+            return False
+        return len(times) < MIN_TIMED or sum(times) < CALIBRATION_S
 
     with engine.step.counters_kept():
         while world.broadcast(needs_more()):

@@ -368,7 +368,7 @@ class TimedGroup:
             began = clock()
             engine.rehearse(window)
             synchronize(self.device)
-            update_s = clock() - began + rehearsal.window_s()
+            update_s = clock() - began + rehearsal.window_s(updates)
         return len(self.group.members) * updates * update_s < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
@@ -525,7 +525,8 @@ class TimedGroup:
                 )
                 self.max_at_once = min(self.max_at_once, self._memory.most())
         engine = make_members_engine(built_runs, have_own_rows(plans_of(built_runs)), self.device)
-        expected_runs = with_length(built_runs, self._likely_updates(built_runs[0]))
+        updates = self._likely_updates(built_runs[0])
+        expected_runs = with_length(built_runs, updates)
         rehearsal = Rehearsal(expected_runs, self.task, engine)
         window = rehearsal.window
         began = clock()
@@ -537,7 +538,7 @@ class TimedGroup:
             # may not be in the cache.
             self.compile_ratio = WIDE_COMPILE_RATIO / CACHED_COMPILE_RATIO
         with buffers_kept(engine.model, engine.step.loss):
-            update_s = timed_update(engine, window) + rehearsal.window_s()
+            update_s = timed_update(engine, window) + rehearsal.window_s(updates)
             rows = engine.micro_batch or CURVE_ROWS
             evaluation_s = rehearsal.evaluation_s(rows)
             # Without held-out rows, answers are sampled and scored, which counts as one row.

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from monograph.device import clock
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
 from monograph.loss import Batch
 from monograph.run.folder import Run
+from monograph.session import warmup
 from monograph.session.objective import RunWindows, SweptTask
 from monograph.session.plan import RunPlan
 from monograph.session.setup import BuiltRun
@@ -62,21 +62,32 @@ class Rehearsal:
             return first_window(self._built_runs, self.tasks[0])
         return self._next_window(self._windows)
 
-    def window_s(self) -> float:
-        """Return the seconds for which an update waits for its window."""
+    def window_s(self, updates: int) -> float:
+        """Return the seconds for which an update waits for its window.
+
+        They are the lower quartile over a few windows, since other programs delay some of them.
+
+        Args:
+            updates: the updates of each member's run. At most `CALIBRATION_SHARE` of their windows are
+                made here, but at least one.
+        """
         # Without this iterator, windows are prepared in the background, and an update waits for none.
         if self._windows is None:
             return 0.0
-        updates = self.tasks[0].updates_per_window
+        windows = self._windows
+        updates_per_window = self.tasks[0].updates_per_window
+
+        def make_window() -> None:
+            for _ in range(updates_per_window):
+                self._next_window(windows)
+
         # If the engine is compiled, the code that makes windows may be, too. It is compiled for the first window
         # after the engine, so that one is not timed.
-        rounds = 1 if self.engine.step.scope == "none" else 2
-        for _ in range(rounds):
-            began = clock()
-            for _ in range(updates):
-                self._next_window(self._windows)
-            seconds = clock() - began
-        return seconds / updates
+        if self.engine.step.scope != "none":
+            make_window()
+        timed_windows = max(1, int(warmup.CALIBRATION_SHARE * updates / updates_per_window))
+        seconds = warmup.seconds_per_update(self.engine, make_window, max_timed=timed_windows)
+        return seconds / updates_per_window
 
     def _next_window(self, windows: Iterator[Batch]) -> Batch:
         for reader in self._readers:
@@ -84,14 +95,16 @@ class Rehearsal:
         return next(windows)
 
     def evaluation_s(self, rows: int) -> float:
-        """Return the seconds in which all members score held-out rows.
+        """Return the seconds in which all members score held-out rows: the least of a few evaluations.
 
         Args:
             rows: the number of rows. It is not used if sampled answers are scored.
         """
-        began = clock()
-        self.tasks[0].evaluate_members(self.tasks, self.engine, rows, limit=rows)
-        return clock() - began
+
+        def evaluate() -> None:
+            self.tasks[0].evaluate_members(self.tasks, self.engine, rows, limit=rows)
+
+        return warmup.seconds_per_update(self.engine, evaluate, max_timed=warmup.MIN_TIMED)
 
 
 def _begun(task: SweptTask, plan: RunPlan, engine: Engine, place: int) -> SweptTask:
