@@ -102,7 +102,9 @@ class EngineState:
 
 
 class AnyEngine(Protocol):
-    """An object that trains: with weights on the device, on the host, or of many models at once."""
+    """An object that trains a model, whose weights are on the device or on the host, or many models at
+    once.
+    """
 
     @property
     def model(self) -> nn.Module:

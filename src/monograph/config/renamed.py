@@ -45,7 +45,8 @@ _FREE_TEXT = {
     "rl.reward_schema",
     "rl.teacher",
 }
-# {loss: the key of [prefer] that now has the second number of an old prefer.loss}.
+# An old prefer.loss had up to two numbers, as in "simpo:2:1". {loss: the key of [prefer] that has the
+# second one now}.
 _KEY_OF_SECOND_NUMBER = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
 
 
@@ -56,6 +57,13 @@ def _optimizer_texts(name: str, state: str) -> dict[str, str | None]:
 
 
 def _answer_texts(which: str | None, key: str, value: str) -> dict[str, str | None]:
+    """Return the texts for an old data.answers.
+
+    Args:
+        which: the answers that are learned from, "every" or "last"; None: the old text does not say it.
+        key: the key that has the regular expression or the schema's file now.
+        value: its value.
+    """
     return {"data.answers": which or "every", key: value}
 
 
@@ -114,6 +122,7 @@ OLD_SPELLINGS = (
         ("fsdp:bf16", "FSDP:BF16"),
         lambda parallel, dtype: {"train.parallel": parallel, "train.gather_dtype": dtype},
     ),
+    # The words after the number may be in any order.
     OldSpelling(
         "lora.rank",
         r"(?P<rank>[0-9]+)(?::(?:(?P<dora>dora)|(?P<rslora>rslora)))+",
@@ -259,10 +268,11 @@ def _in_small_letters(key: str, text: str) -> str:
 
 
 def new_spellings(key: str, value: object) -> list[TextsByKey]:
-    """Return the `new_spelling` of each value of an axis or a list; [] if no value is an old spelling.
+    """Return the `new_spelling` of each of several values, such as those of a sweep's axis; [] if none of
+    them is an old spelling.
 
-    A value that is not an old spelling keeps its key. The result is also [] if there are fewer than
-    two values.
+    A value that is not an old spelling keeps its key. For one value alone and for data.source, whose
+    values are no alternatives, the result is [], too: `new_spelling` translates these.
 
     Args:
         key: the key.
@@ -283,12 +293,16 @@ def new_spellings(key: str, value: object) -> list[TextsByKey]:
 
 
 def texts_by_key(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
-    """Return the distinct values of each key in the results of `new_spellings`, in their order."""
+    """Return the distinct values of each key, in their order.
+
+    Args:
+        texts_of_each: the result of `new_spellings`.
+    """
     distinct_texts: dict[str, list[str]] = {}
     for texts in texts_of_each:
         for key, text in texts.items():
             texts_of_key = distinct_texts.setdefault(key, [])
-            # `new_spellings` has no lists, which only data.source and data.weights take.
+            # A list would be a value of data.source or data.weights, which `new_spellings` does not return.
             if isinstance(text, str) and text not in texts_of_key:
                 texts_of_key.append(text)
     return distinct_texts

@@ -47,8 +47,8 @@ class OneBase:
 
 
 def have_one_base(models: Sequence[nn.Module]) -> bool:
-    """Return whether there are several models, and all have the same frozen parameters: at least one, and at
-    the same places in memory.
+    """Return whether there are several models that share their frozen parameters, which are then the same
+    memory; false if the models have none.
     """
     bases = [[memory_of(parameter) for parameter in frozen_parameters(model)] for model in models]
     return len(models) > 1 and bool(bases[0]) and all(base == bases[0] for base in bases)

@@ -1,5 +1,7 @@
-"""Score a model's answers by foreign code in separate processes: programs by their tests, any
-answers by a user's function.
+"""Score a model's answers in separate processes.
+
+An answer that is a program can be scored by tests, and any answer by a user's function. Both run code
+that is not trusted.
 
 A program can neither read its tests nor cheat them. A solution runs in one process and its tests in
 another, and only plain data passes between the two: None, booleans, numbers, texts, lists, tuples,
@@ -115,8 +117,8 @@ class ProgramScorer:
         deadline = time.monotonic() + TESTS_TIMEOUT_S
         verdicts = b""  # for each test a line, "true" or "false"
         processes = []
-        # Two connections: trainer - tests, and tests - solution. The trainer keeps `trainer_socket`. The
-        # tests' process gets a socket of each connection, and the solution's process gets the last one.
+        # Two connections, each with a socket at both ends: one from the trainer, which is this process, to
+        # the tests' process, and one from there to the solution's process.
         trainer_socket, tests_socket_to_trainer = socket.socketpair()
         tests_socket_to_solution, solution_socket = socket.socketpair()
         try:
@@ -129,11 +131,9 @@ class ProgramScorer:
                 )
             # The connection breaks if the tests' process dies. Tests without a verdict have then failed.
             with suppress(ConnectionError):
-                # A message is JSON and cannot have bytes, so it has a character for each byte (Latin-1).
-                # The solution's process gets the bytes back, and Python decodes them as it decodes a
-                # file, by the encoding that a comment of the source may declare. For a lone surrogate,
-                # "surrogatepass" writes bytes that are not UTF-8. Python then refuses the source in the
-                # solution's process, instead of an error here.
+                # JSON has no bytes, so each byte of the source is sent as one character (Latin-1). The
+                # solution's process decodes the bytes as Python decodes a file. With "surrogatepass" a
+                # lone surrogate is no error here: Python refuses such a source there.
                 source = code.encode("utf-8", "surrogatepass").decode("latin-1")
                 trainer_socket.sendall(json.dumps([source, tests]).encode() + b"\n")
                 # Short waits, so that `_stopped` and the deadline are looked at in between.
@@ -354,8 +354,7 @@ class FunctionProcess(CodeProcess):
         """
         self.start()
         arguments = worker.encoded([prompt, completion, record])
-        # The function gets all arguments by position. Every call has named arguments, though, because
-        # tests call a solution by the same messages.
+        # A call's message also has named arguments, for tests that call a solution. Here there are none.
         named_arguments = worker.encoded({})
         result = self._ask(self._code.function, arguments, named_arguments, where=where)
         score = worker.decoded(result)

@@ -1,4 +1,4 @@
-"""The types of rules on settings that exclude one another.
+"""The classes of rules that forbid combinations of settings.
 
 A rule (`Exclusion`) has two conditions, such as train.memory = stream, and the error message if the
 settings meet both. `monograph.session.requirements` has the table of rules, each objective adds its
@@ -76,7 +76,12 @@ class Condition(NamedTuple):
 
 
 def _with_values_in_words(text: str, *conditions: Condition) -> str:
-    """Return a text with the braces of these conditions replaced by their `values`."""
+    """Return a text in which each {field} that a condition's text has is replaced by its `values`.
+
+    Args:
+        text: a text that contains the conditions' texts.
+        conditions: the conditions.
+    """
     for condition in conditions:
         for field_in_braces in re.findall(r"{\w+}", condition.text):
             text = text.replace(field_in_braces, condition.values)
