@@ -209,7 +209,7 @@ def test_timing_updates_takes_a_share_of_the_time_that_the_run_has(
     told = []
     monkeypatch.setattr(warmup, "clock", lambda: 0.0)
     monkeypatch.setattr("monograph.session.session.clock", lambda: 0.0)
-    monkeypatch.setattr(warmup, "seconds_per_update", lambda *found: told.append(found[-1]) or 1.0)
+    monkeypatch.setattr(warmup, "seconds_per_call", lambda *found: told.append(found[-1]) or 1.0)
     session = session_of(BY_CLOCK | given)
     session.deadline_s = 100 + END_S
     warmup.time_update(session)

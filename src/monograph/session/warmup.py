@@ -117,7 +117,7 @@ MAX_TIMED = 50
 
 def time_update(session: Session) -> float:
     """Time a few updates of a session, and return the seconds of one, including its share of the
-    time to sample answers; see `seconds_per_update`.
+    time to sample answers; see `seconds_per_call`.
 
     Neither the model nor the session is changed.
     """
@@ -138,18 +138,18 @@ def time_update(session: Session) -> float:
             engine.rehearse(window)
 
     with session.undisturbed():
-        window_s = seconds_per_update(engine, make_updates, session.world, training_s)
+        window_s = seconds_per_call(engine, make_updates, session.world, training_s)
     return float(session.world.broadcast(window_s)) / updates_per_window
 
 
-def seconds_per_update(
+def seconds_per_call(
     engine: Engine,
-    update: Callable[[], object],
+    work: Callable[[], object],
     world: World | None = None,
     training_s: float = math.inf,
     max_timed: int = MAX_TIMED,
 ) -> float:
-    """Return the seconds of an update: the lower quartile over a few updates that change nothing.
+    """Return the seconds of a call of some work, such as an update: the lower quartile over a few calls.
 
     It is the lower quartile, not the median, because an estimate that is too low does less harm than
     one that is too high. If a run was planned too long, `Reporter.shorten_if_late` lets it cool down
@@ -157,17 +157,17 @@ def seconds_per_update(
 
     Args:
         engine: the engine, whose counters are restored.
-        update: makes an update that changes no weight (`Engine.rehearse`).
-        world: the ranks that update together; rank 0 decides how many updates are timed.
-        training_s: seconds of the run's training. The updates take at most about
-            `CALIBRATION_SHARE` of them, but at least one is timed.
-        max_timed: the most updates that are timed.
+        work: what is timed. An update must change no weight (`Engine.rehearse`).
+        world: the ranks that work together; rank 0 decides how many calls are timed.
+        training_s: seconds of the run's training. The calls take at most about `CALIBRATION_SHARE` of
+            them, but at least one is timed.
+        max_timed: the most calls that are timed.
     """
     times: list[float] = []
     world = world or World()
 
     def needs_more() -> bool:
-        """Return whether another update should be timed."""
+        """Return whether another call should be timed."""
         if times and sum(times) > CALIBRATION_SHARE * training_s:
             return False
         if len(times) >= max_timed:
@@ -178,7 +178,7 @@ def seconds_per_update(
         while world.broadcast(needs_more()):
             synchronize(engine.step.device)
             began = clock()
-            update()
+            work()
             synchronize(engine.step.device)
             times.append(clock() - began)
     return sorted(times)[len(times) // 4]

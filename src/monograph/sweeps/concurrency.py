@@ -614,7 +614,7 @@ def capture_or_train_eagerly(rehearsal: Rehearsal, scope: str, progress: Progres
 def timed_update(engine: Engine, window: Batch) -> float:
     """Return the seconds of an update of all members, which leaves weights and counters as they are."""
     if not isinstance(engine, Ensemble):
-        return warmup.seconds_per_update(engine, lambda: engine.rehearse(window))
+        return warmup.seconds_per_call(engine, lambda: engine.rehearse(window))
 
     def update_all() -> None:
         engine.accumulate(window)
@@ -624,7 +624,7 @@ def timed_update(engine: Engine, window: Batch) -> float:
     index = engine.index
     # While members are frozen, they compute their updates and discard them.
     frozen.fill_(True)
-    seconds = warmup.seconds_per_update(engine, update_all)
+    seconds = warmup.seconds_per_call(engine, update_all)
     frozen.fill_(False)
     engine.step.index = index
     return seconds

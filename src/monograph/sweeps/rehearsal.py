@@ -86,7 +86,7 @@ class Rehearsal:
         if self.engine.step.scope != "none":
             make_window()
         timed_windows = max(1, int(warmup.CALIBRATION_SHARE * updates / updates_per_window))
-        seconds = warmup.seconds_per_update(self.engine, make_window, max_timed=timed_windows)
+        seconds = warmup.seconds_per_call(self.engine, make_window, max_timed=timed_windows)
         return seconds / updates_per_window
 
     def _next_window(self, windows: Iterator[Batch]) -> Batch:
@@ -104,7 +104,7 @@ class Rehearsal:
         def evaluate() -> None:
             self.tasks[0].evaluate_members(self.tasks, self.engine, rows, limit=rows)
 
-        return warmup.seconds_per_update(self.engine, evaluate, max_timed=warmup.MIN_TIMED)
+        return warmup.seconds_per_call(self.engine, evaluate, max_timed=warmup.MIN_TIMED)
 
 
 def _begun(task: SweptTask, plan: RunPlan, engine: Engine, place: int) -> SweptTask:
