@@ -100,9 +100,11 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row is left out. It belongs to the dead state, to which no token leads.
-    next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
-    effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
+    # For each class, the next states and the effects by state. The last state is left out: it is the dead
+    # one, to which no token leads.
+    next_CS, effect_CS = columns_C2S[:, 0, :-1], columns_C2S[:, 1, :-1]
+    next_SC = np.ascontiguousarray(next_CS.T)
+    effect_SC = np.ascontiguousarray(effect_CS.T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
 
 
@@ -155,9 +157,9 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             next_SK[node, byte] = child
             queue.append(child)
     accepting_S = np.isin(np.arange(len(children)), list(ends))
-    return ByteAutomaton(
-        next_SK, np.arange(256, dtype=np.uint8), accepting_S, np.zeros_like(next_SK)
-    )
+    class_256 = np.arange(256, dtype=np.uint8)  # each byte is a class of its own
+    no_effect_SK = np.zeros_like(next_SK)
+    return ByteAutomaton(next_SK, class_256, accepting_S, no_effect_SK)
 
 
 def constraint_automaton(
@@ -199,10 +201,11 @@ def constraint_automaton(
     # Renumber the live states, and add a state after them, to which only end tokens lead.
     new_numbers = np.full(states + 1, -1, dtype=np.int16)  # -1: dead
     new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
+    live_next_SC = next_SC[:states][live_S]
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
-    next_SC = np.concatenate([new_numbers[next_SC[:states][live_S]], end_row_1C])
+    next_SC = np.concatenate([new_numbers[live_next_SC], end_row_1C])
     may_end_S = np.append(automaton.accepting_S[live_S], True)
-    # From accepting states, end tokens lead to the last state.
+    # From accepting states and from the last state itself, end tokens lead to the last state.
     next_SC[may_end_S, -1] = len(next_SC) - 1
     no_effect_1C = np.zeros((1, next_SC.shape[1]), dtype=np.int16)
     effect_SC = np.concatenate([effect_SC[:states][live_S], no_effect_1C])

@@ -43,7 +43,7 @@ class LossWithHead(Protocol):
     """A loss whose last part, from hidden states to the loss, is a function of its own.
 
     Attributes:
-        head: this function, which a capture of blocks compiles.
+        head: this function, which is compiled on its own if the scope is "blocks".
     """
 
     head: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The types of all answers, in the form of the protocol.
+"""The types of the server's answers, in the form of the protocol in which it was asked.
 
 The code that makes answers is type-checked against them, and the OpenAPI document is made from them.
 Nothing is checked at run time. In the document, the docstrings are the types' descriptions.

@@ -210,9 +210,9 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     records = task.data
-    # A single file of weights has no config.json, and the shapes of its tensors give these two
-    # sizes. If the file is the base of an adapter, the recipe still has the two sizes, and the
-    # tensors must agree with them.
+    # The size of the vocabulary and the number of positions come from the text, if the recipe does not have
+    # them. They are not filled in for a single file of weights, whose tensors give them. If such a file is
+    # the base of an adapter, the recipe has them, and the tensors must agree.
     is_weight_file = job.source is not None and job.source.is_weight_file
     if recipe.adapter or not is_weight_file:
         sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
@@ -245,6 +245,7 @@ def build_run(
     lora = job.adapters(trained_tokens)
     if lora:
         recipe = recipe._replace(lora=lora_record(lora), base_sha256=module_digest(model))
+    # The model may have fewer rows for tokens than the tokenizer has ids.
     if new_tokens and new_tokens.sizes and isinstance(model, Llama):
         vocabulary = add_missing_rows(model, new_tokens.sizes, str(recipe.init))
         recipe = recipe._replace(vocabulary=vocabulary)
@@ -328,7 +329,7 @@ def _llama_config(model: nn.Module) -> LlamaConfig | None:
 def stop_balancing_(model: nn.Module, loss: Loss) -> None:
     """Let a model train without balancing its experts, unless its loss is the one for texts.
 
-    The balance weights experts by each token's share of the loss, which only `TokenLoss` has.
+    Balancing gives each token the weight of its share of the loss, which only `TokenLoss` has.
     """
     if isinstance(model, Llama) and not isinstance(loss, TokenLoss):
         model.balance_factor = 0.0
@@ -380,9 +381,9 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         # second copy in memory. On a GPU all are copied to the device first.
         copies_trained = device.type != "cpu"
         model = materialize_(model, device, trained=copies_trained).to(device)
-        # On a GPU in 16 bits, only a `Llama` rounds its weights as part of the update. A user's own
-        # module could write its weights through `.data`, which torch's version counters do not
-        # notice. The rounded copies would then be stale.
+        # On a GPU in 16 bits, the engine keeps rounded copies of the weights. Those of a `Llama` are made in
+        # the update. A user's own module could write its weights through `.data`, which torch's version
+        # counters do not notice, so its copies are made anew for each window.
         return Resident(
             model,
             micro_batch=micro_batch,

@@ -1,8 +1,8 @@
 """Read the calls of tools in an answer while it is written.
 
 Texts are mostly *spellings*, strings that have one character below 256 for each byte, and one further
-character for each special token. A *hole* stands for what differs from call to call. `monograph.text.calls`
-describes both.
+character for each special token. A *hole* is a character of a pattern that stands for what differs from
+call to call: a tool's name, an id, or arguments. `monograph.text.calls` describes both.
 
 Shapes: V tokens of the vocabulary.
 """
@@ -186,6 +186,7 @@ class CallReader:
         self._frame = frame
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")
+        # The opening from its trigger on. White space before it is handled apart.
         self._opening = frame.opening.lstrip(WHITESPACE)
         # What a call has before and after its arguments.
         self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
@@ -194,8 +195,8 @@ class CallReader:
         self._ends = [self._tail + frame.closing]
         if frame.between is not None:
             self._ends.append(self._tail + frame.between)
-        # What may stand where the arguments begin. If arguments are fields and there are none, this is already what
-        # stands after them.
+        # What may stand where the arguments begin. Where arguments are fields, it is the text before the first
+        # field or, in a call without arguments, what stands after arguments.
         self._begins = ["{"] if frame.fields is None else [frame.fields.before, *self._ends]
         self._types = types
         self._field_reader: FieldReader | None = None
@@ -252,7 +253,8 @@ class CallReader:
         if self._frame.follows_text:
             may_be_call = True
         else:
-            text_before = self._pending[: max(trigger_begin, 0)]
+            # In this frame, a call can only be the first text of an answer.
+            text_before = self._pending[:trigger_begin] if trigger_begin > 0 else ""
             may_be_call = not self._has_begun and not _has_text(text_before)
         if trigger_begin < 0 or not may_be_call:
             kept_size = self._kept_size() if may_be_call and not is_final else 0
@@ -367,7 +369,7 @@ class CallReader:
             if is_final:  # the answer was cut off after the arguments
                 self._pending = ""
             return False
-        # If the model has written neither another call nor the closing, what it has written is content.
+        # Skip the closing. If the model has not written it, what it has written is content.
         if closing.end is not None:
             self._pending = self._pending[closing.end :]
         self._is_after_call = True
