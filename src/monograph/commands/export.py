@@ -27,7 +27,9 @@ WHOLE_FORMAT = "hf"  # the format in which a model that sees pictures is written
 ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 
 
-def run(run: str, *, to: str | Path, format: str, dtype: str | None, original: str | None) -> None:
+def run(
+    run: str, *, to: str | Path, format: str, dtype: str | None, original: str | None = None
+) -> None:
     """Write the newest sound checkpoint's model; see the command line's help.
 
     Args:
