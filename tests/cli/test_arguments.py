@@ -193,7 +193,8 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
         (["last", "m"],),
         {"data": ["q"], "chat": True, "report": None, "json": False},
     )
-    assert exported == (("last",), {"to": "there", "format": "gguf", "dtype": "q8_0"})
+    to_gguf = {"to": "there", "format": "gguf", "dtype": "q8_0"}
+    assert exported == (("last",), {**to_gguf, "original": None})
     assert followed == (("last",), {"to": "mlflow", "out": Path("there")})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}

@@ -109,6 +109,16 @@ def test_a_pushed_model_comes_back_in_equal_bytes(run: Run, here: Path, hub: Hub
     assert written[0] == written[1]
 
 
+def test_a_model_is_put_back_into_one_of_the_hub(run: Run, here: Path, hub: Hub) -> None:
+    """With its processor's files, which no other command fetches, and without its code."""
+    hub.models[AT] = [files(here / "out") | OTHERS | {"preprocessor_config.json": b"{}"}]
+    done = run("export", "out", "--to", "whole", "--original", NAME)
+    assert done.code == 0 and f"whole: {NAME} with the trained text model" in done.out, done
+    copied = {"README.md": OTHERS["README.md"], "preprocessor_config.json": b"{}"}
+    assert files(here / "whole") == files(here / "out") | copied
+    assert not [path for path in hub.asked if "evil" in path or "pytorch" in path]
+
+
 @pytest.mark.slow
 def test_a_run_begins_from_a_model_of_the_hub_and_goes_there(
     run: Run, here: Path, hub: Hub

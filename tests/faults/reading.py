@@ -143,6 +143,10 @@ def export_gguf(folder: Path) -> None:
     carry_out(folder, "export", "base", "--to", "out", "--format", "gguf")
 
 
+def export_whole(folder: Path) -> None:
+    carry_out(folder, "export", "base", "--to", "out", "--original", "base")
+
+
 def evaluate(folder: Path) -> None:
     carry_out(folder, "evaluate", "last", "--json")
 
@@ -182,8 +186,8 @@ RUNS = {"resume": ("runs/newest", resume), "train": ("trained", resume_trained)}
 COMMANDS: dict[str, Scenario] = {
     each.__name__.replace("_", " "): each
     for each in (
-        check, generate, generate_from_adapter, export, export_gguf, evaluate, evaluate_records, compare, show_data,
-        resume, train, sweep,
+        check, generate, generate_from_adapter, export, export_gguf, export_whole, evaluate,
+        evaluate_records, compare, show_data, resume, train, sweep,
     )
 }  # fmt: skip
 

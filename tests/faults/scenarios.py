@@ -45,6 +45,7 @@ from monograph.loop import EngineState, train
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
+from monograph.model.whole_folder import save_whole
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
@@ -264,6 +265,12 @@ def begin_export(folder: Path) -> None:
 def export(folder: Path, format: str) -> None:
     if format == "adapter":
         save_adapter(pack_adapters(adapted_llama(), SMALL, "model"), folder / "out")
+    elif format == "whole":
+        trained = model_for_export()
+        with torch.no_grad():
+            for weight in trained.parameters():
+                weight.mul_(2)
+        save_whole(trained, folder / "model", folder / "out", Tokenizer.bytes())
     else:  # of weights that lie in their files still
         save(mapped_model(folder / "model"), folder / "out", Tokenizer.bytes(), format)
 
@@ -274,6 +281,10 @@ def export_hf(folder: Path) -> None:
 
 def export_gguf(folder: Path) -> None:
     export(folder, "gguf")
+
+
+def export_whole(folder: Path) -> None:
+    export(folder, "whole")
 
 
 def export_adapter(folder: Path) -> None:
@@ -655,7 +666,12 @@ CASES: dict[str, Case] = {
             partial(export_again, format=format),
             stride=8 if format == "adapter" else 19,
         )
-        for format, steps in (("hf", export_hf), ("gguf", export_gguf), ("adapter", export_adapter))
+        for format, steps in (
+            ("hf", export_hf),
+            ("whole", export_whole),
+            ("gguf", export_gguf),
+            ("adapter", export_adapter),
+        )
         if format != "gguf" or importlib.util.find_spec("gguf")
     },
     **{

@@ -22,6 +22,7 @@ from monograph.model.hub import load_model, mapped_model, save_model
 from monograph.model.layer_keys import MAX_LAYERS
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
+from monograph.model.whole_folder import save_whole
 
 HF = {
     key: SMALL[key]
@@ -436,6 +437,13 @@ def test_experts_in_mxfp4_are_the_numbers_that_transformers_reads(tmp_path):
         if name.endswith("up_proj.weight")
     ]
     assert len(up) == 3 and all(isinstance(weight, MappedPieces) for weight in up)
+
+
+def test_no_trained_weights_are_put_back_into_mxfp4(tmp_path):
+    folder = _packed(tmp_path / "model")
+    with pytest.raises(InputRefused, match=r"is stored in 4 bits, to which trained weights are"):
+        save_whole(load_model(folder), folder, tmp_path / "whole", None)
+    assert not (tmp_path / "whole").exists()
 
 
 def _changed(part, change):

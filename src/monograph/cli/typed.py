@@ -853,11 +853,18 @@ def export(
             "default: their own",
         ),
     ] = None,
+    original: Annotated[
+        str | None,
+        _option(
+            "FOLDER",
+            "the folder of a model that sees pictures: write a copy of it with the trained text model",
+        ),
+    ] = None,
 ) -> None:
     """Write a model for transformers, llama.cpp or Ollama."""
     from monograph.commands.export import run as command
 
-    interrupts.interruptible(command)(run, to=to, format=format, dtype=dtype)
+    interrupts.interruptible(command)(run, to=to, format=format, dtype=dtype, original=original)
 
 
 @_command(UNDERSTAND, "monograph profile my_texts/")

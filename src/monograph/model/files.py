@@ -29,6 +29,7 @@ from monograph.storage.reading import (
     is_folder,
     open_input,
     read_json,
+    refusing,
     unreadable,
     without_links,
 )
@@ -41,6 +42,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # file of each tensor.
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+COPIED_AT_ONCE = 1 << 24  # bytes of a file that are in memory while it is copied
 
 
 class AxisSlice(NamedTuple):
@@ -88,6 +91,11 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def has_weights(folder: Path) -> bool:
     """Return whether a folder has files of weights. They are not checked."""
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
+
+
+def index_file(folder: Path) -> Path | None:
+    """Return the path of the index of a folder's weights; None if the weights are in one file."""
+    return None if exists(folder / _SINGLE) else file_inside(folder, _INDEX)
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -180,6 +188,56 @@ def _tensor_entries(file: BinaryIO) -> list[tensor_layout.TensorEntry]:
         entry._replace(begin=prefix_bytes + entry.begin, end=prefix_bytes + entry.end)
         for entry in tensor_layout.tensor_entries(prefix, file_bytes)
     ]
+
+
+def tensor_entries(path: Path) -> dict[str, tensor_layout.TensorEntry]:
+    """Return where the tensors of a safetensors file are, by name, counted from the file's beginning.
+
+    Raises:
+        InputRefused: the file is damaged.
+    """
+    with _reading(path), open_input(path) as file:
+        return {entry.name: entry for entry in _tensor_entries(file)}
+
+
+def overwrite_tensor(
+    path: Path, entry: tensor_layout.TensorEntry, header: StoredTensor, tensor: Tensor
+) -> Tensor:
+    """Write a tensor over the one that a description names, in place, and return the file's tensor.
+
+    This is the inverse of reading a described tensor. If the description is a slice of the file's
+    tensor, the rest of the file's tensor keeps its bits.
+
+    Args:
+        path: the file.
+        entry: where the file's tensor is.
+        header: the description.
+        tensor: the new numbers, which are rounded to the dtype of the file's tensor.
+    """
+    with open(path, "r+b") as file:
+        whole = _read_tensor(file, entry)
+        _as_described(whole, header).copy_(tensor)
+        file.seek(entry.begin)
+        file.write(tensor_layout.bytes_of(whole))
+    return whole
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a user's file to a new file, whose permissions are those that the umask gives.
+
+    Raises:
+        InputRefused, Unreadable: the source cannot be read.
+        OSError: the target cannot be written.
+    """
+    with open(target, "xb") as file:
+        file.writelines(_pieces_of_file(source))
+
+
+def _pieces_of_file(path: Path) -> Iterator[bytes]:
+    """Yield the content of a user's file in pieces."""
+    with refusing(path), open_input(path) as file:
+        while piece := file.read(COPIED_AT_ONCE):
+            yield piece
 
 
 def _read_tensor(file: BinaryIO, entry: tensor_layout.TensorEntry) -> Tensor:

@@ -97,7 +97,7 @@ _WRAPPERS = {
     ),
 }
 # The prefix of layers for multi-token prediction, in families that have such layers.
-_MTP_PREFIX = "mtp."
+MTP_PREFIX = "mtp."
 
 
 def text_model_type(model_type: str) -> str:
@@ -109,6 +109,12 @@ def text_model_type(model_type: str) -> str:
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a model that contains a text model."""
     return str(values.get("model_type")) in _WRAPPERS
+
+
+def sees_pictures(folder: str | Path) -> bool:
+    """Return whether a folder's model contains a text model, and layers for pictures."""
+    _, values = _config_json(Path(folder))
+    return _is_wrapped(values)
 
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,7 +164,7 @@ def _text_tensors(
     text_type = wrapper.text_type or str(model_type)
     family = FAMILIES.get(text_type)
     if family is not None and family.may_have_mtp_layers:
-        other_prefixes = (*other_prefixes, _MTP_PREFIX)
+        other_prefixes = (*other_prefixes, MTP_PREFIX)
     text_tensors = dict[str, StoredTensor]()
     seen_prefixes = set[str]()
     for name, tensor in stored.items():

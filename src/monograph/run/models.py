@@ -24,7 +24,7 @@ from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
 from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import Loss, token_loss
-from monograph.model import adapter, hub, torch_file
+from monograph.model import adapter, hub, torch_file, whole_folder
 from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
@@ -50,7 +50,7 @@ from monograph.run.recipe import (
     require_same_file,
     require_tokenizer,
 )
-from monograph.run.repository import fetch_if_on_hub
+from monograph.run.repository import FILES, fetch_if_on_hub
 from monograph.run.source import ModelSource
 from monograph.run.trust import require_trusted
 from monograph.storage.reading import contents, exists
@@ -202,9 +202,6 @@ def load_to_export(
     """
     run = find_run(folder)
     if run is None:
-        left_out = ModelSource.open(str(folder)).left_out
-        if left_out:
-            warn(f"{folder}: only the text model is written: {left_out} are left out")
         return (
             _load_unmerged(folder, warn, dtype=None, sizes={}),
             Tokenizer.from_file(require_tokenizer(folder)),
@@ -227,6 +224,41 @@ def load_to_export(
     # Without new tokens, adapters need no tokenizer next to them: their base has it.
     own_tokenizer = tokenizer if recipe.vocabulary else None
     return model, tokenizer, adapters._replace(base=base_record, tokenizer=own_tokenizer)
+
+
+def origin_of(name: str | Path) -> ModelSource | None:
+    """Return the model from which a run's training began; None if it is a new one.
+
+    The way leads through all runs before it. A model that is not a run is its own origin.
+
+    Raises:
+        InputRefused, NoValidCheckpoint: a run or an adapter on the way cannot be read.
+    """
+    source = ModelSource.open(str(name))
+    while source.run is not None:
+        init = recorded_state.newest_state(source.run)["recipe"]["init"]
+        if init is None:
+            return None
+        source = ModelSource.open(init)
+    return source
+
+
+def original_folder(name: str) -> str:
+    """Return the folder of a whole model, into a copy of which a text model will be put.
+
+    Args:
+        name: the folder, or hf://OWNER/NAME, of which all files are fetched that are copied.
+
+    Raises:
+        InputRefused: it is not a Hugging Face folder; see also `fetch_if_on_hub`.
+    """
+    folder = str(fetch_if_on_hub(name, (*FILES, *whole_folder.FILES)))
+    source = ModelSource.open(folder)
+    if source.adapter is not None or source.shape is None:
+        raise InputRefused(
+            f"--original {name}: expected a Hugging Face folder with config.json and weights"
+        )
+    return folder
 
 
 def _load_run_unmerged(
