@@ -469,7 +469,8 @@ def llama_cpp_tensors(
             if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:
                 yield UnreadTensor("output.weight", like, read)
             continue
-        if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
+        is_rotated = inner in ("self_attn.q_proj", "self_attn.k_proj")
+        if is_rotated and llama_cpp.interleaved_rotary and not config.family.interleaved_rotary:
             read = _read_and_change(
                 read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
             )
