@@ -130,6 +130,7 @@ SHAPES = {
         "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
         "tie_word_embeddings": True,
     },
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True, "rope_scaling": LinearScaling(2.0)},
     "glm": {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 5e5},
     "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5, "rope_scaling": LinearScaling(2.0)},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5e5},

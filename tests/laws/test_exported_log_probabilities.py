@@ -107,6 +107,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},  # GLM-4 9B chat
     "glm4": {"partial_rotary_factor": 0.5},  # GLM-4 9B of April 2025
     "ernie4_5": {},  # ERNIE 4.5 0.3B
+    "gemma": {"rope_theta": 1e4},  # Gemma 2B
     "qwen3_5_text": {"tie_word_embeddings": True, "rope_theta": 1e7},  # Qwen 3.5 0.8B
     "qwen3_next": {"num_experts_per_tok": 10, "rope_theta": 1e7},  # Qwen 3 Next 80B-A3B
     "qwen3_5_moe_text": {"rope_theta": 1e7},  # Qwen 3.5 35B-A3B

@@ -38,6 +38,16 @@ def test_a_key_that_transformers_never_reads_of_a_family_is_not_refused(family):
     assert _read(model_type=family, mlp_bias=True) == _read(model_type=family)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_the_older_name_of_a_gemmas_activation_means_the_same(activation):
+    from transformers import AutoConfig
+
+    config = _read(model_type="gemma", hidden_act=activation)
+    assert config == _read(model_type="gemma")
+    theirs = AutoConfig.for_model("gemma", hidden_act=activation)
+    assert theirs.hidden_act == config.to_hf()["hidden_act"] == "gelu_pytorch_tanh"
+
+
 def _windows(config):
     return [config.window(layer) for layer in range(config.num_hidden_layers)]
 

@@ -57,6 +57,8 @@ class LlamaCppSupport(NamedTuple):
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         needs_output_head: whether a file must have the output head even if it is tied to the
             embedding.
+        needs_tied_head: whether a file must not have an output head, because llama.cpp uses the
+            embedding as the head.
         local_rope_theta: the base of rotary positions in layers with a window; None: they have the
             base of the other layers.
         computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
@@ -81,6 +83,7 @@ class LlamaCppSupport(NamedTuple):
     reads_rope_divisors: bool = False
     head_dim_is_derived: bool = False
     needs_output_head: bool = False
+    needs_tied_head: bool = False
     local_rope_theta: float | None = None
     computes_attention_bias: bool = False
     norm_before_mlp: str = "ffn_norm"
@@ -126,6 +129,7 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
+        older_activations: other values of this key that mean the same in this family.
         only_default_keys: keys that this family reads, but only with transformers' default, which is in
             `SUPPORTED_VALUES`. Other values are refused.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
@@ -176,6 +180,7 @@ class Family(NamedTuple):
     centred_norms: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
+    older_activations: tuple[str, ...] = ()
     only_default_keys: tuple[str, ...] = ()
     head_dim_is_derived: bool = False
     expert_width_key: str = ""
@@ -738,6 +743,25 @@ FAMILIES: dict[str, Family] = {
         only_default_keys=("use_bias",),
         llama_cpp=LlamaCppSupport("ernie4_5", interleaved_rotary=True),
     ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        ("attention_bias",),
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        centred_norms=True,
+        embedding_scaled=True,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        older_activations=("gelu",),
+        only_default_keys=("use_bidirectional_attention",),
+        llama_cpp=LlamaCppSupport("gemma", needs_tied_head=True),
+    ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first value is transformers' default.
@@ -826,7 +850,8 @@ def check_supported(values: Mapping[str, Any]) -> None:
     """
     family = find_family(values["model_type"])
     activation_key, activation = family.activation
-    supported_values = {activation_key: _ACTIVATION_NAMES[activation], **SUPPORTED_VALUES}
+    activation_names = _ACTIVATION_NAMES[activation] + family.older_activations
+    supported_values = {activation_key: activation_names, **SUPPORTED_VALUES}
     for key, supported in supported_values.items():
         is_read = key not in _KEYS_READ_BY_SOME or key in family.only_default_keys
         is_checked_here = is_read and key not in family.optional_keys

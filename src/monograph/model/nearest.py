@@ -29,9 +29,10 @@ from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 # What differs in models whose keys and tensors may be those of a family.
 _HIDDEN_DIFFERENCES = {
     "exaone4": "its layers without a window do not rotate queries and keys",
-    "gemma": "its norms multiply by 1 + weight, and its embedded tokens are scaled",
     "helium": "it rotates neighbouring channels of a head",
 }
+# The families of which no key tells all that differs from others. Such parts are taken to be off.
+HIDDEN_FAMILIES = {"ernie4_5", "gemma", "glm", "glm4"}
 # Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
 # and settings of generation and classification.
 _IDLE_KEYS = {
@@ -64,7 +65,7 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys by which a model of a family that rotates neighbouring channels can be known under another name.
+# Keys by which a model of one of these families can be known under another name.
 _TELLING_KEYS = {"use_bias"}  # ERNIE's
 # Keys that give the types of layers by a rule, and for each the key that gives them as a list. A rule means
 # nothing if the list is there.
@@ -145,8 +146,8 @@ def find_nearest(
     fewest_not_read = len(values) + 1
     fault = ""
     for name, family in FAMILIES.items():
-        if family.interleaved_rotary:
-            continue  # no key says so, and such a part is taken to be off
+        if name in HIDDEN_FAMILIES:
+            continue
         not_read = [each for key in values for each in _not_understood(key, values, family)]
         if len(not_read) > fewest_not_read:
             continue
