@@ -209,6 +209,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         # corrected again and again, and where gates are steep.
         initializer_range=0.1 if recurrent or FAMILIES[family].attention_sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
+        eos_token_id=(2, 5),
     )
     if not longs or draw.random() < 0.5:
         return config

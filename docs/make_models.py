@@ -38,6 +38,10 @@ NAMES = {
     "olmoe": "OLMoE 1B-7B",
     "gpt_oss": "gpt-oss 20B and 120B",
     "granitemoehybrid": "Granite 4.0: Micro, H-Micro, H-Tiny and H-Small",
+    "glm": "GLM-4 9B as `glm-4-9b-chat-hf`, GLM-Edge 1.5B and 4B",
+    "glm4": "GLM-4-0414, GLM-Z1 and Rumination: 9B and 32B",
+    "ernie4_5": "ERNIE 4.5 0.3B",
+    "gemma": "Gemma 1 and 1.1, CodeGemma: 2B and 7B",
     "lfm2": "LFM2 and LFM2.5 without experts, such as 350M, 700M, 1.2B and 2.6B",
 }
 

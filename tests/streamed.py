@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
     "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", FULL) * 2, "mamba_d_state": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ("conv", FULL) * 2},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
 }  # fmt: skip
 WHOLE = frozenset(
     f"{name}{scale}"

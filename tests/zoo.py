@@ -281,6 +281,13 @@ def zoo() -> dict[str, Kind]:
             token_loss,
             lambda s: ragged(ROWS, s),
         ),
+        "our glm4": Kind(
+            lambda seed: tiny_llama(
+                torch.float64, seed, model_type="glm4", partial_rotary_factor=0.5
+            ),
+            token_loss,
+            lambda s: ragged(ROWS, s),
+        ),
         "mlp": Kind(seeded(MLP), of_classes, classified(8)),
         "conv": Kind(seeded(Conv, 0.3), of_classes, classified(3, 8, 8)),
         "encoder": Kind(seeded(Encoder), of_tokens, tokens),

@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"model_type": "qwen2"},
+    "scaled embeddings, centred norms and GELU": {"model_type": "gemma"},
     "norms of heads, a window": {
         "model_type": "qwen3",
         "sliding_window": 40,

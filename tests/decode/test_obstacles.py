@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "small heads": ({"head_dim": 16}, "heads of 32, 64, 128 or 256 channels, not 16"),
     "heads of 48": ({"head_dim": 48}, "not 48"),
     "a part is rotated": ({"model_type": "phi3", "partial_rotary_factor": 0.5}, "rotate all"),
+    "neighbours are rotated": ({"model_type": "ernie4_5"}, "do not rotate neighbouring channels"),
     "norms after branches": ({"model_type": "olmo2"}, "normalises what its layers add"),
     "norms over all heads": (
         {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}

@@ -73,6 +73,7 @@ SHAPES = {
         "num_experts": 4, "num_experts_per_tok": 2,
     },
     "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
 }  # fmt: skip
 
 

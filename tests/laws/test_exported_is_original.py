@@ -130,6 +130,10 @@ SHAPES = {
         "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
         "tie_word_embeddings": True,
     },
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True, "rope_scaling": LinearScaling(2.0)},
+    "glm": {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 5e5},
+    "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5, "rope_scaling": LinearScaling(2.0)},
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5e5},
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,
         "tie_word_embeddings": True,
@@ -426,7 +430,7 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
         [
             family
             for family, shape in SHAPES.items()
-            if family != "phi3"
+            if family not in ("phi3", "glm", "glm4")
             and shape.get("model_type") != "granitemoehybrid"
             and "num_experts" not in shape
             and not {LINEAR_ATTENTION, MAMBA} & {*shape.get("layer_types", ())}

@@ -104,6 +104,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
         "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "position_embedding_type": "nope",
     },
+    "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},  # GLM-4 9B chat
+    "glm4": {"partial_rotary_factor": 0.5},  # GLM-4 9B of April 2025
+    "ernie4_5": {},  # ERNIE 4.5 0.3B
+    "gemma": {"rope_theta": 1e4},  # Gemma 2B
     "qwen3_5_text": {"tie_word_embeddings": True, "rope_theta": 1e7},  # Qwen 3.5 0.8B
     "qwen3_next": {"num_experts_per_tok": 10, "rope_theta": 1e7},  # Qwen 3 Next 80B-A3B
     "qwen3_5_moe_text": {"rope_theta": 1e7},  # Qwen 3.5 35B-A3B
@@ -410,7 +414,7 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "mlp_only_layers": mostly((), (0,)),
         "clip_qkv": mostly(None, 3.0),
     }
-    if its.other_layer_type == LINEAR_ATTENTION:
+    if "partial_rotary_factor" not in sizes:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
     return sizes | {
         key: value for key, value in own.items() if key in its.optional_keys and key not in sizes

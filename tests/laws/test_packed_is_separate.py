@@ -67,6 +67,7 @@ FAMILIES = {
         mamba_d_state=6, position_embedding_type="nope", num_experts=4, num_experts_per_tok=2,
     ),
     "lfm2": replace(CONFIG, model_type="lfm2", layer_types=("conv", "full_attention"), conv_L_cache=4),
+    "glm4": replace(CONFIG, model_type="glm4", partial_rotary_factor=0.5, attention_bias=True),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48

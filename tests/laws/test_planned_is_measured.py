@@ -102,6 +102,10 @@ EAGER = {
         shape(model_type="lfm2", num_hidden_layers=7, layer_types=("full_attention", *("conv", "full_attention") * 3)),
         rows=8, length=48, optim=AdamW(), compile="none",
     ),
+    "a GLM-4": Work(
+        shape(model_type="glm4", num_hidden_layers=7, partial_rotary_factor=0.5), rows=8, length=48, optim=AdamW(),
+        compile="none",
+    ),
     "adapters": Work(shape(num_hidden_layers=5), rows=8, length=48, optim=AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
         shape(num_hidden_layers=4),

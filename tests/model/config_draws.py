@@ -71,6 +71,7 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "pad_token_id": [None, 0, vocabulary - 1, -1, -2, vocabulary],
         "attention_bias": _FLAG,
         "mlp_bias": [False, False, False, True],
+        "use_bias": [False, None, False, True],
         "sliding_window": [None, 1, 5, LENGTH - 1, LENGTH, 4096],
         "use_sliding_window": _FLAG,
         "max_window_layers": [0, 1, 28],
@@ -230,7 +231,7 @@ def _is_odd(family: str, key: str, value) -> bool:
         (value in ("gelu", "other.safetensors", 0.5) and key != "clip_qkv")
         or (key.startswith("swiglu") and value not in (1.702, 7.0))
         or (key == "decoder_sparse_step" and value == 0)
-        or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
+        or (key in ("mlp_bias", "use_bias", "is_causal") and value is (key != "is_causal"))
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
         or (key == "time_step_limit" and value == [0.0, 0.1])

@@ -138,6 +138,7 @@ def mixed(place: int, family: str) -> dict:
     """
     its = FAMILIES[family]
     keys = {key: value for key, value in OPTIONAL.items() if key in its.optional_keys}
+    keys["eos_token_id"] = (2, 5)  # a GLM without ids would get some from transformers
     if "layer_types" in its.optional_keys:
         keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, its.other_layer_type)
     if its.always_norm_topk_prob:

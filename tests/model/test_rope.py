@@ -76,3 +76,12 @@ def test_bf16_heads_are_turned_in_fp32_and_rounded_once():
     turned = rotate(heads, cos_sin(positions, PLAIN, torch.float32))
     assert turned.dtype == torch.bfloat16
     assert relative_error(turned, exact) < 1.05 * relative_error(exact.bfloat16(), exact)
+
+
+@pytest.mark.parametrize("rotated", [PLAIN.head_dim, PLAIN.head_dim // 2])
+def test_neighbours_are_turned_as_halves_of_the_reordered_head(rotated):
+    heads = torch.randn(2, 3, 5, PLAIN.head_dim, dtype=torch.float64)
+    angles = cos_sin(torch.arange(5)[None], replace(PLAIN, head_dim=rotated), torch.float64)
+    places = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, PLAIN.head_dim)]
+    turned = rotate(heads, angles, interleaved=True)
+    assert torch.equal(turned[..., places], rotate(heads[..., places], angles))

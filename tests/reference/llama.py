@@ -153,6 +153,7 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         _frequency(pair, turned_size, theta, scaling) for pair in range(turned_size // 2)
     ]
     sharper = getattr(scaling, "attention_factor", 1)
+    neighbours = config.family.interleaved_rotary
     factor = config.attention_multiplier or 1 / math.sqrt(config.query_pre_attn_scalar or size)
 
     def heads(name, turned):
@@ -170,7 +171,9 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
             return vectors
         return [
             [
-                torch.cat([sharper * _turn(v[:turned_size], p, frequencies), v[turned_size:]])
+                torch.cat(
+                    [sharper * _turn(v[:turned_size], p, frequencies, neighbours), v[turned_size:]]
+                )
                 for v in vs
             ]
             for vs, p in zip(vectors, places, strict=True)
@@ -214,16 +217,21 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
     return out
 
 
-def _turn(vector, position, frequencies):
+def _turn(vector, position, frequencies, neighbours):
     """Rotation as multiplication by exp(i angle) of the complex number whose parts are the halves
     of the head.
     """
     half = len(vector) // 2
+    order = [*range(len(vector))]
+    if neighbours:  # the parts are neighbours instead
+        order = [*order[::2], *order[1::2]]
+    vector = vector[order]
     angles = torch.tensor([position * f for f in frequencies], dtype=torch.float64)
     turned = torch.complex(vector[:half], vector[half:]) * torch.polar(
         torch.ones_like(angles), angles
     )
-    return torch.cat([turned.real, turned.imag])
+    turned = torch.cat([turned.real, turned.imag])
+    return turned[[order.index(place) for place in range(len(order))]]
 
 
 def _frequency(pair, size, theta, scaling):

@@ -107,6 +107,8 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
     # it can rotate a part of a head.
     if config.rotary_dim != config.head_dim and not config.family.gated_attention:
         return "the kernels rotate all channels of a head, and this family only some"
+    if config.family.interleaved_rotary:
+        return "the kernels do not rotate neighbouring channels, as this family does"
     # The default is norms before attention and the feed-forward layer, and none after them.
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"

@@ -50,13 +50,15 @@ class LlamaCppSupport(NamedTuple):
 
     Attributes:
         name: llama.cpp's name of the architecture.
-        interleaved_rotary: whether the two channels of a rotary pair are neighbours. In this package
-            they are at the same place in the two halves of a head.
+        interleaved_rotary: whether llama.cpp rotates neighbouring channels of a head, as in
+            `Family.interleaved_rotary`.
         reads_rope_divisors: whether llama.cpp reads divisors of the rotary frequencies from the file.
             The scaling "llama3" is exported in this form.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         needs_output_head: whether a file must have the output head even if it is tied to the
             embedding.
+        needs_tied_head: whether a file must not have an output head, because llama.cpp uses the
+            embedding as the head.
         local_rope_theta: the base of rotary positions in layers with a window; None: they have the
             base of the other layers.
         computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
@@ -81,6 +83,7 @@ class LlamaCppSupport(NamedTuple):
     reads_rope_divisors: bool = False
     head_dim_is_derived: bool = False
     needs_output_head: bool = False
+    needs_tied_head: bool = False
     local_rope_theta: float | None = None
     computes_attention_bias: bool = False
     norm_before_mlp: str = "ffn_norm"
@@ -101,6 +104,9 @@ class Family(NamedTuple):
         optional_keys: the keys of config.json that this family has and some other families do not.
         defaults: transformers' defaults for keys that a config.json leaves out.
         qkv_bias: whether the query, key and value projections always have biases.
+        output_bias: whether attention_bias gives the output projection of attention a bias, too.
+        interleaved_rotary: whether the two channels of a rotary pair are neighbours in a head. If
+            false, they are at the same place in the two halves of a head.
         qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
             over all heads together ("all"); "": none.
         norm_names: the names of the norms before and after attention and the feed-forward layer.
@@ -123,6 +129,7 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
+        older_activations: other values of this key that mean the same in this family.
         only_default_keys: keys that this family reads, but only with transformers' default, which is in
             `SUPPORTED_VALUES`. Other values are refused.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
@@ -159,6 +166,8 @@ class Family(NamedTuple):
     optional_keys: tuple[str, ...]
     defaults: Mapping[str, Any]
     qkv_bias: bool = False
+    output_bias: bool = True
+    interleaved_rotary: bool = False
     qk_norm: Literal["", "heads", "all"] = ""
     norm_names: NormNames = NormNames()
     joined_layers: Mapping[str, tuple[str, ...]] = {}
@@ -171,6 +180,7 @@ class Family(NamedTuple):
     centred_norms: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
+    older_activations: tuple[str, ...] = ()
     only_default_keys: tuple[str, ...] = ()
     head_dim_is_derived: bool = False
     expert_width_key: str = ""
@@ -267,6 +277,22 @@ _LLAMA_IN_LLAMA_CPP = LlamaCppSupport(
     treated_as_70b="grouped",
 )
 _OLMO_2_IN_LLAMA_CPP = LlamaCppSupport("olmo2", head_dim_is_derived=True, needs_output_head=True)
+# What GLM and GLM-4 share: attributes of their `Family`, and defaults of keys.
+_GLM: dict[str, Any] = {
+    "output_bias": False,
+    "interleaved_rotary": True,
+    "joined_layers": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+}
+_GLM_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "pad_token_id": 151_329,
+    "eos_token_id": [151_329, 151_336, 151_338],
+}
 # llama.cpp's name of the norm before the feed-forward layer in its newer architectures.
 _POST_ATTENTION_NORM = "post_attention_norm"
 
@@ -672,6 +698,70 @@ FAMILIES: dict[str, Family] = {
         ),
         own_keys=lfm2_keys,
     ),
+    "glm": Family(
+        "GlmForCausalLM",
+        ("attention_bias", "partial_rotary_factor"),
+        _GLM_DEFAULTS,
+        **_GLM,
+        llama_cpp=LlamaCppSupport(
+            "chatglm",
+            interleaved_rotary=True,
+            head_dim_is_derived=True,
+            computes_attention_bias=True,
+            joined_layers=True,
+        ),
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        ("attention_bias", "partial_rotary_factor"),
+        _GLM_DEFAULTS,
+        **_GLM,
+        norm_names=NormNames(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        llama_cpp=LlamaCppSupport(
+            "glm4", interleaved_rotary=True, computes_attention_bias=True, joined_layers=True
+        ),
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        (),
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            **_LLAMA_BOS_AND_EOS,
+        },
+        interleaved_rotary=True,
+        only_default_keys=("use_bias",),
+        llama_cpp=LlamaCppSupport("ernie4_5", interleaved_rotary=True),
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        ("attention_bias",),
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        centred_norms=True,
+        embedding_scaled=True,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        older_activations=("gelu",),
+        only_default_keys=("use_bidirectional_attention",),
+        llama_cpp=LlamaCppSupport("gemma", needs_tied_head=True),
+    ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first value is transformers' default.
@@ -680,6 +770,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
     "mlp_bias": (False,),
+    "use_bias": (False, None),
     "resid_pdrop": (0.0,),
     "is_causal": (True,),
     "partial_rotary_factor": (1, None),
@@ -759,7 +850,8 @@ def check_supported(values: Mapping[str, Any]) -> None:
     """
     family = find_family(values["model_type"])
     activation_key, activation = family.activation
-    supported_values = {activation_key: _ACTIVATION_NAMES[activation], **SUPPORTED_VALUES}
+    activation_names = _ACTIVATION_NAMES[activation] + family.older_activations
+    supported_values = {activation_key: activation_names, **SUPPORTED_VALUES}
     for key, supported in supported_values.items():
         is_read = key not in _KEYS_READ_BY_SOME or key in family.only_default_keys
         is_checked_here = is_read and key not in family.optional_keys

@@ -225,6 +225,10 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
             f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {model_type} only if their "
             f"product is hidden_size = {config.hidden_size}{USE_HF}"
         )
+    if llama_cpp.needs_tied_head and not config.tie_word_embeddings:
+        raise InputRefused(
+            f"tie_word_embeddings = false is not computed by llama.cpp for a {model_type}{USE_HF}"
+        )
     _check_score_scale(config)
     feed_forward_of_family(config).require_llama_cpp(config, llama_cpp)
     if config.attention_bias and not llama_cpp.computes_attention_bias:
@@ -469,7 +473,8 @@ def llama_cpp_tensors(
             if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:
                 yield UnreadTensor("output.weight", like, read)
             continue
-        if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
+        is_rotated = inner in ("self_attn.q_proj", "self_attn.k_proj")
+        if is_rotated and llama_cpp.interleaved_rotary and not config.family.interleaved_rotary:
             read = _read_and_change(
                 read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
             )

@@ -95,7 +95,8 @@ class Attention(Mixer):
         self.q_proj = Linear(config.hidden_size, query_and_gate_width, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
-        self.o_proj = Linear(query_width, config.hidden_size, bias=config.attention_bias)
+        output_bias = config.attention_bias and config.family.output_bias
+        self.o_proj = Linear(query_width, config.hidden_size, bias=output_bias)
         # True: queries and keys are normalised over all heads together. False: over each head, or not at
         # all.
         self.norms_over_all_heads = config.family.qk_norm == "all"
@@ -115,6 +116,7 @@ class Attention(Mixer):
             if config.family.attention_sinks
             else None
         )
+        self.interleaved_rotary = config.family.interleaved_rotary
         self.clip = config.clip_qkv
         self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
@@ -157,10 +159,14 @@ class Attention(Mixer):
                 each_BTX.clamp(-self.clip, self.clip)
                 for each_BTX in (query_BTX, key_BTX, value_BTX)
             )
-        # If there is neither a norm nor a clamp between projection and rotation, `rotate_heads` may rotate
-        # by kernels of its own. Otherwise the rotation is written in torch's operators, which a compiler
-        # fuses with the norm or the clamp.
-        rotates_projections = isinstance(self.q_norm, nn.Identity) and self.clip is None
+        # If there is neither a norm nor a clamp between projection and rotation, and pairs are in the two
+        # halves of a head, `rotate_heads` may rotate by kernels of its own. Otherwise the rotation is
+        # written in torch's operators, which a compiler fuses with what is computed before it.
+        rotates_projections = (
+            isinstance(self.q_norm, nn.Identity)
+            and self.clip is None
+            and not self.interleaved_rotary
+        )
         if cos_sin_B1TF is not None and rotates_projections:
             query_BHTE, key_BKTE, value_BKTE = rotate_heads(
                 query_BTX, key_BTX, value_BTX, self.head_dim, cos_sin_B1TF, self.device_type
@@ -174,8 +180,12 @@ class Attention(Mixer):
                 query_BHTE = self.q_norm(query_BHTE)
                 key_BKTE = self.k_norm(key_BKTE)
             if cos_sin_B1TF is not None:
-                query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
-                key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
+                query_BHTE, key_BKTE = (
+                    rotate(
+                        each, cos_sin_B1TF, self.device_type, interleaved=self.interleaved_rotary
+                    )
+                    for each in (query_BHTE, key_BKTE)
+                )
         heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)

@@ -28,12 +28,11 @@ from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 
 # What differs in models whose keys and tensors may be those of a family.
 _HIDDEN_DIFFERENCES = {
-    "ernie4_5": "it rotates neighbouring channels of a head",
     "exaone4": "its layers without a window do not rotate queries and keys",
-    "gemma": "its norms multiply by 1 + weight, and its embedded tokens are scaled",
-    "glm": "it rotates neighbouring channels of a head",
     "helium": "it rotates neighbouring channels of a head",
 }
+# The families of which no key tells all that differs from others. Such parts are taken to be off.
+HIDDEN_FAMILIES = {"ernie4_5", "gemma", "glm", "glm4"}
 # Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
 # and settings of generation and classification.
 _IDLE_KEYS = {
@@ -66,6 +65,8 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
+# Keys by which a model of one of these families can be known under another name.
+_TELLING_KEYS = {"use_bias"}  # ERNIE's
 # Keys that give the types of layers by a rule, and for each the key that gives them as a list. A rule means
 # nothing if the list is there.
 _RULES = {
@@ -145,6 +146,8 @@ def find_nearest(
     fewest_not_read = len(values) + 1
     fault = ""
     for name, family in FAMILIES.items():
+        if name in HIDDEN_FAMILIES:
+            continue
         not_read = [each for key in values for each in _not_understood(key, values, family)]
         if len(not_read) > fewest_not_read:
             continue
@@ -201,6 +204,8 @@ def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     value = values[key]
     if key in _IDLE_KEYS:
         return True
+    if key in _TELLING_KEYS:
+        return False
     if key in _WINDOW_RULES and not _has_window(values):
         return True
     if key in _RULES:

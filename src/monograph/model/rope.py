@@ -160,21 +160,28 @@ def cos_sin(
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
-def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
+def rotate(
+    heads_BHTC: Tensor,
+    cos_sin_B1TF: CosSin,
+    device_type: str = "",
+    *,
+    interleaved: bool = False,
+) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
 
-    The two channels of a pair are in different halves of the head, as in Hugging Face's checkpoints.
-    In Meta's checkpoints they are neighbours. Only a head's first D = 2 F channels are rotated, and
-    the others are returned as they are.
+    The two channels of a pair are in different halves of the head, as in most of Hugging Face's
+    checkpoints. If `interleaved` is true, they are the neighbours x[2 i] and x[2 i + 1]. Only a head's
+    first D = 2 F channels are rotated, and the others are returned as they are.
 
     Args:
         heads_BHTC: x, with all channels of the heads.
         cos_sin_B1TF: cosine and sine of the angles.
         device_type: the type of the device for which operators are chosen. "" is the device of the
             heads. A plan passes "cuda", because it traces a GPU's step on a machine without a GPU.
+        interleaved: whether the channels of a pair are neighbours (`Family.interleaved_rotary`).
 
     Returns:
         [B, H, T, C] in the dtype of the heads. The rotation is computed in the cosine's dtype and
@@ -183,14 +190,16 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
     if rotary_dim < heads_BHTC.shape[-1]:
         rotary_BHTD, rest_BHTX = heads_BHTC.tensor_split([rotary_dim], dim=-1)
-        return torch.cat([rotate(rotary_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
+        rotated_BHTD = rotate(rotary_BHTD, cos_sin_B1TF, device_type, interleaved=interleaved)
+        return torch.cat([rotated_BHTD, rest_BHTX], dim=-1)
     heads_BHTD = heads_BHTC  # all channels are rotated, so C = D
-    if (device_type or heads_BHTD.device.type) == "cuda":
+    if interleaved or (device_type or heads_BHTD.device.type) == "cuda":
         # The outputs of projections have the order [B, T, H, D]. If the rotation keeps it, the
         # result of attention has it too, and the projection after attention needs no copy.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
         heads_BTHD = heads_BHTD.transpose(1, 2)
-        return rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F).transpose(1, 2)
+        rotated_BTHD = rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F, interleaved=interleaved)
+        return rotated_BTHD.transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
     rotated = (

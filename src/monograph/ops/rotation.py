@@ -182,7 +182,9 @@ def _rotate_to(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor, out_BTHD: T
     out_BTHD.copy_(torch.cat(rotated, dim=-1))
 
 
-def rotate_by_operators(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
+def rotate_by_operators(
+    heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor, *, interleaved: bool = False
+) -> Tensor:
     """Return rotated heads, by elementwise operators only.
 
     A compiler can fuse them with the operator that reads their result, in both passes. If the heads were
@@ -193,13 +195,18 @@ def rotate_by_operators(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) 
         heads_BTHD: x; see `rotate_projections` for the equation.
         cos_BT1F: the cosines.
         sin_BT1F: the sines.
+        interleaved: whether the two channels of a pair are neighbours. If false, they are in the two
+            halves of a head.
     """
-    halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
-    swapped_BTH2F = halves_BTH2F.flip(-2)
-    # The sine is subtracted in the first half, and added in the second half.
-    is_first_half_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
-    cos_BT11F = cos_BT1F.unsqueeze(-2)
-    sin_BT11F = sin_BT1F.unsqueeze(-2)
-    signed_sin_BT12F = torch.where(is_first_half_21, -sin_BT11F, sin_BT11F)
-    rotated_BTH2F = halves_BTH2F * cos_BT11F + swapped_BTH2F * signed_sin_BT12F
-    return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)
+    # The axis with the two channels of a pair is the last one or the one before.
+    axis = -1 if interleaved else -2
+    pairs = heads_BTHD.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    swapped = pairs.flip(axis)
+    # The sine is subtracted in the first channel of a pair, and added in the second.
+    is_first_2 = torch.arange(2, device=heads_BTHD.device) == 0
+    is_first = is_first_2 if interleaved else is_first_2.unsqueeze(-1)
+    cos = cos_BT1F.unsqueeze(axis)
+    sin = sin_BT1F.unsqueeze(axis)
+    signed_sin = torch.where(is_first, -sin, sin)
+    rotated = pairs * cos + swapped * signed_sin
+    return rotated.flatten(-2).to(heads_BTHD.dtype)
