@@ -182,6 +182,7 @@ NO_INPUT = {
     "storage/reading.py": "the one place",
     "storage/writing.py": "a file or a folder, to sync it",
     "graph/matmul.py": "a source of the package",
+    "model/files.py": "a copy that this process has just made",
     "profiling/memory.py": "/proc",
     "profiling/profiler.py": "a trace that was just written",
     "report/page.py": "a page of the package",
