@@ -165,8 +165,9 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
             "mamba_d_conv": draw.choice([1, 2, 4]),
             "mamba_conv_bias": draw.random() < 0.5,
             "mamba_proj_bias": draw.random() < 0.5,
-            "position_embedding_type": draw.choice(["rope", "nope"]),
         }
+    if "position_embedding_type" in keys:
+        numbers["position_embedding_type"] = draw.choice(["rope", "nope"])
     experts, longs = draw.randint(1, 9), LONGROPE in FAMILIES[family].rope_types
     if FAMILIES[family].may_lack_experts and draw.random() < 0.3:
         experts = 0

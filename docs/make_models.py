@@ -38,6 +38,7 @@ NAMES = {
     "olmoe": "OLMoE 1B-7B",
     "gpt_oss": "gpt-oss 20B and 120B",
     "granitemoehybrid": "Granite 4.0: Micro, H-Micro, H-Tiny and H-Small",
+    "bamba": "Bamba 9B, versions 1 and 2",
     "lfm2": "LFM2 and LFM2.5 without experts, such as 350M, 700M, 1.2B and 2.6B",
 }
 

@@ -72,6 +72,9 @@ SHAPES = {
         "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "nope",
         "num_experts": 4, "num_experts_per_tok": 2,
     },
+    "bamba": {
+        "model_type": "bamba", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_d_state": 6, "partial_rotary_factor": 0.5,
+    },
     "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
 }  # fmt: skip
 

@@ -126,6 +126,11 @@ SHAPES = {
     "granitemoehybrid of attention": {
         "model_type": "granitemoehybrid", "head_dim": 32, "position_embedding_type": "nope",
     },
+    "bamba": {
+        "num_hidden_layers": 3, "layer_types": (MAMBA, FULL_ATTENTION, MAMBA), "mamba_n_heads": 4, "mamba_d_head": 32,
+        "mamba_n_groups": 2, "mamba_d_state": 16, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
+    },
     "lfm2": {
         "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
         "tie_word_embeddings": True,

@@ -104,6 +104,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
         "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "position_embedding_type": "nope",
     },
+    "bamba": {"rope_theta": 1e4},  # Bamba 9B
     "qwen3_5_text": {"tie_word_embeddings": True, "rope_theta": 1e7},  # Qwen 3.5 0.8B
     "qwen3_next": {"num_experts_per_tok": 10, "rope_theta": 1e7},  # Qwen 3 Next 80B-A3B
     "qwen3_5_moe_text": {"rope_theta": 1e7},  # Qwen 3.5 35B-A3B
@@ -145,6 +146,7 @@ def usual(its: Family) -> dict[str, Any]:
         found |= {
             "num_hidden_layers": 2, "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_heads": 4,
             "mamba_d_head": 32, "mamba_d_state": 128,
+            "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
         }  # fmt: skip
     elif its.other_layer_type == CONVOLUTION:
         found |= {"num_hidden_layers": 2, "layer_types": (CONVOLUTION, FULL_ATTENTION)}
@@ -412,6 +414,8 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
     }
     if its.other_layer_type == LINEAR_ATTENTION:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
+    if family == "bamba":
+        own["partial_rotary_factor"] = draw.choice([1.0, 0.5])
     return sizes | {
         key: value for key, value in own.items() if key in its.optional_keys and key not in sizes
     }

@@ -66,6 +66,9 @@ FAMILIES = {
         CONFIG, model_type="granitemoehybrid", layer_types=("mamba", "full_attention"), mamba_n_groups=2,
         mamba_d_state=6, position_embedding_type="nope", num_experts=4, num_experts_per_tok=2,
     ),
+    "bamba": replace(
+        CONFIG, model_type="bamba", layer_types=("mamba", "full_attention"), mamba_d_state=6, partial_rotary_factor=0.5,
+    ),
     "lfm2": replace(CONFIG, model_type="lfm2", layer_types=("conv", "full_attention"), conv_L_cache=4),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip

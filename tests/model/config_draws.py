@@ -35,9 +35,13 @@ IDLE = {
     "attention_chunk_size": [None, 4], "kv_sharing_modes": [None], "number_of_conv_states": [3],
     "distributed_config": [None], "fusion_config": [None], "mtp_hidden_states_first": _FLAG,
     "logits_mup_width_multiplier": [2.0], "unpadded_vocab_size": [9], "mlp_layer_types": [None],
-    "mamba_chunk_size": [32, 256],
+    "mamba_chunk_size": [32, 256], "num_logits_to_keep": [None, 1],
     "use_mrope": [False], "quantization_config": [None], "router_aux_loss_coef": [0.0, 0.5],
 }  # fmt: skip
+
+
+# Keys that a Bamba has not, or of which it has one value: transformers refuses or ignores the others.
+NOT_OF_A_BAMBA = ("layer_types", "layers_block_type", "partial_rotary_factor")
 
 
 def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict[str, list]:
@@ -121,6 +125,8 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "shared_intermediate_size": [24, 40],
         "time_step_limit": [None, [0.0, {"__float__": "Infinity"}], [0.0, 0.1]],
         "layers_block_type": [None, ["mamba"] * (layers - 1) + ["attention"]],
+        "attn_layer_indices": [None, [], [0], [layers - 1, 40, -1]],
+        "z_loss_coefficient": [0.0, 0.0, 0.1],
         "conv_L_cache": [1, 3, 4],
         "conv_bias": _FLAG,
         "norm_eps": [1e-6, 1e-5, 1e-2],
@@ -235,6 +241,7 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key == "per_layer_config" and bool(value))
         or (key == "time_step_limit" and value == [0.0, 0.1])
         or (key == "mamba_d_head" and value == 8)
+        or (family == "bamba" and key in NOT_OF_A_BAMBA)
         or (key == "layer_types" and value is not None)
         and ("layer_types" not in its.optional_keys or "chunked_attention" in value)
     )

@@ -120,8 +120,9 @@ def configs(draw, family, least=2):
             mamba_d_conv=draw(st.integers(1, 5)),
             mamba_conv_bias=draw(st.booleans()),
             mamba_proj_bias=draw(st.booleans()),
-            position_embedding_type=draw(st.sampled_from(["rope", "nope"])),
         )
+    if "position_embedding_type" in keys:
+        config = replace(config, position_embedding_type=draw(st.sampled_from(["rope", "nope"])))
     if "conv_L_cache" in keys:
         config = replace(
             config, conv_L_cache=draw(st.integers(1, 5)), conv_bias=draw(st.booleans())

@@ -109,7 +109,7 @@ def test_windows_are_those_of_transformers(values, windows):
 def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     from transformers import AutoConfig
 
-    heads = {"num_attention_heads": 32, "hidden_size": 64, "vocab_size": 200_000}
+    heads = {"num_attention_heads": 32, "hidden_size": 128, "vocab_size": 200_000}
     ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
     theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -117,7 +117,7 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
         name_there = "norm_eps" if (family, key) == ("lfm2", "rms_norm_eps") else key
         has_no_dropout = (family, key) == ("lfm2", "attention_dropout")
         assert has_no_dropout or getattr(ours, key) == getattr(theirs, name_there), key
-    assert ours.head_dim == getattr(theirs, "head_dim", 2)
+    assert ours.head_dim == getattr(theirs, "head_dim", 4)
     assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
@@ -367,6 +367,30 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
 def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
     with pytest.raises(InputRefused, match=said):
         _read(**{"model_type": "qwen3_moe", "num_experts": 8} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"layer_types": [FULL_ATTENTION] * 4}, r"layer_types is not supported with .* 'bamba'"),
+        ({"layers_block_type": ["mamba"] * 4}, r"layers_block_type is not supported with"),
+        ({"attn_layer_indices": 3}, r"attn_layer_indices = 3: expected a list of layers"),
+        ({"partial_rotary_factor": 1.0}, r"partial_rotary_factor = 1.0 is not supported outside"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] is not supported"),
+        ({"z_loss_coefficient": 0.1}, r"z_loss_coefficient = 0.1 is not supported: only 0.0"),
+        ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ({"mamba_d_head": 7}, r"mamba_n_heads \* mamba_d_head = 28: expected .* 64"),
+    ],
+)
+def test_what_a_bamba_does_not_have_is_refused_by_name(values, said):
+    with pytest.raises(InputRefused, match=said):
+        _read(**{"model_type": "bamba", "mamba_n_heads": 4} | values)
+
+
+def test_a_bambas_table_says_how_much_of_a_head_is_rotated():
+    tables = [{}, {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}}]
+    files = [{"model_type": "bamba", "mamba_n_heads": 4, **table} for table in tables]
+    assert [_read(**values).partial_rotary_factor for values in files] == [0.5, 1.0]
 
 
 def test_new_mixtures_are_balanced_and_loaded_ones_as_their_files_say():

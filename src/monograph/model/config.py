@@ -509,7 +509,7 @@ class LlamaConfig:
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         has_windows = [self.window(layer) is not None for layer in layers]
-        if "layer_types" in family.optional_keys:
+        if "layer_types" in families.keys_in_files(family):
             types = list(self.layer_types)
             if not types:
                 types = [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_windows]

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model import granite_keys, lfm2_keys
+from monograph.model import bamba_keys, granite_keys, lfm2_keys
 from monograph.model.layer_types import (
     CONVOLUTION,
     CONVOLUTION_SIZES,
@@ -634,6 +634,47 @@ FAMILIES: dict[str, Family] = {
         ),
         own_keys=granite_keys,
     ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        (
+            "attention_bias",
+            "layer_types",
+            "partial_rotary_factor",
+            *MAMBA_SIZES,
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+        ),
+        {
+            "intermediate_size": 14_336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+            **_LLAMA_BOS_AND_EOS,
+            **dict(zip(MAMBA_SIZES, (128, "auto", 1, 256, 4), strict=True)),
+            "mamba_expand": 2,
+        },
+        norm_names=NormNames(before_mlp="pre_ff_layernorm"),
+        joined_layers={
+            "feed_forward.gate_proj": ("mlp.gate_proj",),
+            "feed_forward.up_proj": ("mlp.up_proj",),
+            "feed_forward.down_proj": ("mlp.down_proj",),
+            "model.final_layernorm": ("model.norm",),
+        },
+        other_layer_type=MAMBA,
+        full_attention_every=10,
+        only_default_keys=("mlp_bias", "z_loss_coefficient"),
+        llama_cpp=LlamaCppSupport(
+            "granitehybrid",
+            interleaved_rotary=True,
+            reads_rope_divisors=True,
+            computes_attention_bias=True,
+            kv_heads_by_layer=True,
+            rotation_is_a_key=True,
+        ),
+        own_keys=bamba_keys,
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
         ("layer_types", *CONVOLUTION_SIZES, "conv_bias"),
@@ -687,6 +728,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
+    "z_loss_coefficient": (0.0,),
 }
 # The keys of this table that only some families read. All families read the others.
 _KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}

@@ -471,7 +471,12 @@ def llama_cpp_tensors(
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
             read = _read_and_change(
-                read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
+                read,
+                functools.partial(
+                    interleave_rotary_pairs,
+                    head_dim=config.head_dim,
+                    rotary_dim=config.rotary_dim,
+                ),
             )
         if block_names[inner] in feed_forward.llama_cpp_vectors:
             # llama.cpp reads this matrix of one row as a vector.
@@ -512,16 +517,19 @@ def _choose_tensor_types(
     return dict.fromkeys(shapes, "F32") | matrix_types
 
 
-def interleave_rotary_pairs(rows: Tensor, head_dim: int) -> Tensor:
+def interleave_rotary_pairs(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     """Reorder a projection's rows so that the two channels of a rotary pair are neighbours.
 
-    In this package, they are at the same place in the two halves of a head.
+    In this package, they are at the same place in the two halves of a head's rotated channels.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
         head_dim: number of rows of a head.
+        rotary_dim: number of a head's rows that are rotated. These are its first ones.
     """
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
+    heads = rows.unflatten(0, (-1, head_dim))
+    rotated = heads[:, :rotary_dim].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([rotated, heads[:, rotary_dim:]], dim=1).flatten(0, 1)
 
 
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
@@ -538,7 +546,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
         }
     if not isinstance(scaling, Llama3Scaling):
         return {}
-    unscaled_config = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
+    unscaled_config = replace(config, rope_scaling=None)
     cpu = torch.device("cpu")
     unscaled_F = inverse_frequencies(unscaled_config, torch.float64, cpu)
     scaled_F = inverse_frequencies(config, torch.float64, cpu)
