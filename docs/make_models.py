@@ -40,6 +40,7 @@ NAMES = {
     "granitemoehybrid": "Granite 4.0: Micro, H-Micro, H-Tiny and H-Small",
     "bamba": "Bamba 9B, versions 1 and 2",
     "lfm2": "LFM2 and LFM2.5 without experts, such as 350M, 700M, 1.2B and 2.6B",
+    "nemotron_h": "Nemotron-H, such as 8B and 56B; Nemotron Nano 9B and 12B v2",
 }
 
 

@@ -22,6 +22,7 @@ from monograph.model.layer_types import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
 )
 from monograph.model.llama import Llama
@@ -74,6 +75,10 @@ SHAPES = {
     },
     "bamba": {
         "model_type": "bamba", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_d_state": 6, "partial_rotary_factor": 0.5,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "num_hidden_layers": 4, "layer_types": (MAMBA, PLAIN_MLP, FULL_ATTENTION, MAMBA),
+        "mamba_n_groups": 2, "mamba_d_state": 6, "time_step_min": 0.3,
     },
     "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
 }  # fmt: skip

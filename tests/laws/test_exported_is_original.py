@@ -33,6 +33,7 @@ from monograph.model.layer_types import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
 )
 from monograph.model.llama import Llama
@@ -134,6 +135,10 @@ SHAPES = {
     "lfm2": {
         "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
         "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 5, "layer_types": (MAMBA, PLAIN_MLP, FULL_ATTENTION, MAMBA, PLAIN_MLP), "head_dim": 32,
+        "mamba_n_heads": 5, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_conv_bias": False,
     },
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,

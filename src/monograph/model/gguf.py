@@ -131,6 +131,13 @@ def save_gguf(
     config = model.config
     _check_supported(config, dtype)
     _warn_of_positions(config, warn)
+    if config.time_step_min > 0:
+        # This is not an error, because all published models have such a limit, and llama.cpp's own converter
+        # writes files of them without a warning.
+        warn(
+            f"time_step_min = {config.time_step_min}: llama.cpp takes shorter time steps as they are, so its "
+            "answers will differ a little"
+        )
     divisors = [
         UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
@@ -359,14 +366,15 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_context_length(_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    mixers = [mixer_of(config, layer) for layer in range(config.num_hidden_layers)]
+    if config.family.has_feed_forward:
+        writer.add_feed_forward_length(config.intermediate_size)
+    else:
+        writer.add_feed_forward_length([mixer.inner_width(config) for mixer in mixers])
     writer.add_head_count(config.num_attention_heads)
     llama_cpp = llama_cpp_support(config)
     if llama_cpp.kv_heads_by_layer:
-        layers = range(config.num_hidden_layers)
-        writer.add_head_count_kv(
-            [mixer_of(config, layer).key_value_heads(config) for layer in layers]
-        )
+        writer.add_head_count_kv([mixer.key_value_heads(config) for mixer in mixers])
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -377,6 +385,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         # Despite its name, llama.cpp reads in this key whether queries and keys are rotated.
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if llama_cpp.needs_layer_norm_eps:
+        writer.add_layer_norm_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if isinstance(config.rope_scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
