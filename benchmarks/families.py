@@ -127,7 +127,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     linear, others = "linear_num_key_heads" in keys, FAMILIES[family].other_layer_type
     recurrent = not FAMILIES[family].other_layers.attends
     mixed = "layer_types" in keys and (windowed or recurrent)
-    kinds = tuple(draw.choice([FULL_ATTENTION, others]) for _ in range(layers)) if mixed else ()
+    all_kinds = [FULL_ATTENTION, others, *FAMILIES[family].more_layer_types]
+    kinds = tuple(draw.choice(all_kinds) for _ in range(layers)) if mixed else ()
     yarn = YarnScaling(
         4.0,
         draw.choice([1.0, 1.2]),
@@ -165,8 +166,11 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
             "mamba_d_conv": draw.choice([1, 2, 4]),
             "mamba_conv_bias": draw.random() < 0.5,
             "mamba_proj_bias": draw.random() < 0.5,
-            "position_embedding_type": draw.choice(["rope", "nope"]),
         }
+    if "time_step_min" in keys:
+        numbers["time_step_min"] = draw.choice([0.001, 0.5, 1.0])
+    if "position_embedding_type" in keys:
+        numbers["position_embedding_type"] = draw.choice(["rope", "nope"])
     experts, longs = draw.randint(1, 9), LONGROPE in FAMILIES[family].rope_types
     if FAMILIES[family].may_lack_experts and draw.random() < 0.3:
         experts = 0
@@ -193,9 +197,9 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         head_dim=0 if whole else head,
         max_position_embeddings=64,
         rms_norm_eps=draw.choice([1e-6, 1e-5]),
-        rope_theta=draw.choice([1e4, 5e5]),
-        rope_scaling=None if longs else draw.choice(scalings),
-        tie_word_embeddings=draw.random() < 0.5,
+        rope_theta=1e4 if FAMILIES[family].never_rotates else draw.choice([1e4, 5e5]),
+        rope_scaling=None if longs or FAMILIES[family].never_rotates else draw.choice(scalings),
+        tie_word_embeddings=FAMILIES[family].may_tie and draw.random() < 0.5,
         attention_bias="attention_bias" in keys and draw.random() < 0.5,
         sliding_window=draw.choice([1, 2, 5, 17, LENGTH - 1, LENGTH, 100]) if windowed else None,
         layer_types=kinds,

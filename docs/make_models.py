@@ -42,7 +42,9 @@ NAMES = {
     "glm4": "GLM-4-0414, GLM-Z1 and Rumination: 9B and 32B",
     "ernie4_5": "ERNIE 4.5 0.3B",
     "gemma": "Gemma 1 and 1.1, CodeGemma: 2B and 7B",
+    "bamba": "Bamba 9B, versions 1 and 2",
     "lfm2": "LFM2 and LFM2.5 without experts, such as 350M, 700M, 1.2B and 2.6B",
+    "nemotron_h": "Nemotron-H, such as 8B and 56B; Nemotron Nano 9B and 12B v2",
 }
 
 

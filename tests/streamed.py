@@ -45,6 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
     "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", FULL) * 2, "mamba_d_state": 8},
+    "nemotron_h": {
+        "model_type": "nemotron_h", "layer_types": ("mamba", "mlp", FULL, "mlp"), "mamba_d_state": 8,
+        "tie_word_embeddings": False,
+    },
     "lfm2": {"model_type": "lfm2", "layer_types": ("conv", FULL) * 2},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
 }  # fmt: skip

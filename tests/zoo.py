@@ -274,6 +274,19 @@ def zoo() -> dict[str, Kind]:
             token_loss,
             lambda s: ragged(ROWS, s),
         ),
+        "our nemotron_h": Kind(
+            lambda seed: tiny_llama(
+                torch.float64,
+                seed,
+                model_type="nemotron_h",
+                num_hidden_layers=3,
+                layer_types=("mamba", "mlp", "full_attention"),
+                mamba_d_state=8,
+                tie_word_embeddings=False,
+            ),
+            token_loss,
+            lambda s: ragged(ROWS, s),
+        ),
         "our lfm2": Kind(
             lambda seed: tiny_llama(
                 torch.float64, seed, model_type="lfm2", layer_types=("conv", "full_attention")

@@ -107,6 +107,16 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 24,
         }
+        if family == "bamba":
+            window = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 8}
+        if family == "nemotron_h":
+            window = {
+                "layers_block_type": ["mamba", "mlp", "attention"],
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 8,
+                "ssm_state_size": 8,
+                "n_groups": 2,
+            }
     elif FAMILIES[family].other_layer_type == CONVOLUTION:
         window = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
     elif FAMILIES[family].expert_width_key:

@@ -22,6 +22,7 @@ from monograph.model.layer_types import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
 )
 from monograph.model.llama import Llama
@@ -71,6 +72,13 @@ SHAPES = {
         "model_type": "granitemoehybrid", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_groups": 2,
         "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "nope",
         "num_experts": 4, "num_experts_per_tok": 2,
+    },
+    "bamba": {
+        "model_type": "bamba", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_d_state": 6, "partial_rotary_factor": 0.5,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "num_hidden_layers": 4, "layer_types": (MAMBA, PLAIN_MLP, FULL_ATTENTION, MAMBA),
+        "mamba_n_groups": 2, "mamba_d_state": 6, "time_step_min": 0.3,
     },
     "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},

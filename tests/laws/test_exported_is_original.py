@@ -33,6 +33,7 @@ from monograph.model.layer_types import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
 )
 from monograph.model.llama import Llama
@@ -126,6 +127,11 @@ SHAPES = {
     "granitemoehybrid of attention": {
         "model_type": "granitemoehybrid", "head_dim": 32, "position_embedding_type": "nope",
     },
+    "bamba": {
+        "num_hidden_layers": 3, "layer_types": (MAMBA, FULL_ATTENTION, MAMBA), "mamba_n_heads": 4, "mamba_d_head": 32,
+        "mamba_n_groups": 2, "mamba_d_state": 16, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
+    },
     "lfm2": {
         "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
         "tie_word_embeddings": True,
@@ -134,6 +140,10 @@ SHAPES = {
     "glm": {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 5e5},
     "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5, "rope_scaling": LinearScaling(2.0)},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5e5},
+    "nemotron_h": {
+        "num_hidden_layers": 5, "layer_types": (MAMBA, PLAIN_MLP, FULL_ATTENTION, MAMBA, PLAIN_MLP), "head_dim": 32,
+        "mamba_n_heads": 5, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_conv_bias": False,
+    },
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,
         "tie_word_embeddings": True,

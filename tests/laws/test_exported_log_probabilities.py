@@ -41,6 +41,7 @@ from monograph.model.layer_types import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
 )
 from monograph.model.llama import Llama
@@ -108,6 +109,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},  # GLM-4 9B of April 2025
     "ernie4_5": {},  # ERNIE 4.5 0.3B
     "gemma": {"rope_theta": 1e4},  # Gemma 2B
+    "bamba": {"rope_theta": 1e4},  # Bamba 9B
+    "nemotron_h": {  # Nemotron-H 8B, but without its least time step, which an export warns of
+        "num_hidden_layers": 4, "layer_types": (MAMBA, PLAIN_MLP, MAMBA, FULL_ATTENTION), "mamba_n_groups": 2,
+        "rms_norm_eps": 1e-5,
+    },
     "qwen3_5_text": {"tie_word_embeddings": True, "rope_theta": 1e7},  # Qwen 3.5 0.8B
     "qwen3_next": {"num_experts_per_tok": 10, "rope_theta": 1e7},  # Qwen 3 Next 80B-A3B
     "qwen3_5_moe_text": {"rope_theta": 1e7},  # Qwen 3.5 35B-A3B
@@ -149,6 +155,7 @@ def usual(its: Family) -> dict[str, Any]:
         found |= {
             "num_hidden_layers": 2, "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_heads": 4,
             "mamba_d_head": 32, "mamba_d_state": 128,
+            "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
         }  # fmt: skip
     elif its.other_layer_type == CONVOLUTION:
         found |= {"num_hidden_layers": 2, "layer_types": (CONVOLUTION, FULL_ATTENTION)}
@@ -342,10 +349,12 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "hidden_size": width, "intermediate_size": draw.choice([24, 64, 100, 256]),
         "num_attention_heads": heads, "num_key_value_heads": mostly(kv_heads, heads), "head_dim": head_dim,
         "max_position_embeddings": draw.choice([64, 4096]), "rms_norm_eps": mostly(1e-6, 1e-5, 1e-3),
-        "rope_theta": draw.choice([100.0, 1e4, 1e6]), "tie_word_embeddings": draw.random() < 0.5,
+        "rope_theta": draw.choice([100.0, 1e4, 1e6]), "tie_word_embeddings": draw.random() < 0.5 and its.may_tie,
         "num_hidden_layers": layers, "initializer_range": 1.6 / width**0.5,
     }  # fmt: skip
     every = its.full_attention_every
+    if its.never_rotates:
+        sizes |= {"rope_theta": 1e4}
     if its.other_layer_type in (MAMBA, CONVOLUTION):  # any layers may be of this kind
         every = draw.choice([1, 2, 2, 3])
     if every:
@@ -354,7 +363,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
             [every, every, every + 1, mostly(every, 1, 2)]
         )
         sizes["layer_types"] = tuple(
-            its.other_layer_type if (layer + 1) % every else FULL_ATTENTION
+            draw.choice([its.other_layer_type, *its.more_layer_types])
+            if (layer + 1) % every
+            else FULL_ATTENTION
             for layer in range(layers)
         )
     if "no_rope_layers" in its.optional_keys:
@@ -369,7 +380,7 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         if scaling:
             sizes["rope_scaling"] = LongScaling((1.5,) * pairs, (2.0,) * pairs, 1.19, CONTEXT, 4096)
             sizes["max_position_embeddings"] = CONTEXT
-    elif scaling:
+    elif scaling and not its.never_rotates:
         sizes["rope_scaling"] = {
             "linear": LinearScaling(2.5),
             "llama3": Llama3Scaling(4.0, 1.0, 4.0, 32),
@@ -411,11 +422,14 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "mamba_d_conv": draw.choice([1, 2, 3, 4, 5]),
         "mamba_conv_bias": draw.random() < 0.5,
         "mamba_proj_bias": mostly(False, True),
+        "time_step_min": draw.choice([0.0, 0.0, 0.5]),
         "mlp_only_layers": mostly((), (0,)),
         "clip_qkv": mostly(None, 3.0),
     }
     if "partial_rotary_factor" not in sizes:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
+    if family == "bamba":
+        own["partial_rotary_factor"] = draw.choice([1.0, 0.5])
     return sizes | {
         key: value for key, value in own.items() if key in its.optional_keys and key not in sizes
     }
@@ -479,6 +493,7 @@ def test_any_file_that_is_written_is_loaded(
             outcomes["loaded"] += 1
             # Of these an export says that numbers differ.
             warned = not getattr(config.rope_scaling, "truncate", True)
+            warned |= config.time_step_min > 0
             warned |= (
                 isinstance(config.rope_scaling, LongScaling)
                 and config.rope_scaling.longest < CONTEXT

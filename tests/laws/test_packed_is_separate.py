@@ -66,6 +66,13 @@ FAMILIES = {
         CONFIG, model_type="granitemoehybrid", layer_types=("mamba", "full_attention"), mamba_n_groups=2,
         mamba_d_state=6, position_embedding_type="nope", num_experts=4, num_experts_per_tok=2,
     ),
+    "bamba": replace(
+        CONFIG, model_type="bamba", layer_types=("mamba", "full_attention"), mamba_d_state=6, partial_rotary_factor=0.5,
+    ),
+    "nemotron_h": replace(
+        CONFIG, model_type="nemotron_h", num_hidden_layers=3, layer_types=("mamba", "mlp", "full_attention"),
+        mamba_n_groups=2, mamba_d_state=6, time_step_min=0.01,
+    ),
     "lfm2": replace(CONFIG, model_type="lfm2", layer_types=("conv", "full_attention"), conv_L_cache=4),
     "glm4": replace(CONFIG, model_type="glm4", partial_rotary_factor=0.5, attention_bias=True),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
@@ -181,7 +188,7 @@ def _with_small_chunks(monkeypatch, family):
     return _documents([1, 7, 8, 9, ROW, 16, 15, 17, 1, 1]), Llama(FAMILIES[family]).double()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "granite4", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4", "nemotron_h", "lfm2"])
 def test_a_recurrent_state_ends_with_its_document(monkeypatch, family):
     """Documents of one token, of a chunk and one more or less, and one that fills a row."""
     documents, model = _with_small_chunks(monkeypatch, family)
@@ -194,8 +201,10 @@ def test_a_recurrent_state_ends_with_its_document(monkeypatch, family):
     [
         ("state", "qwen3_5"),
         ("state", "granite4"),
+        ("state", "nemotron_h"),
         ("convolution", "qwen3_5"),
         ("convolution", "granite4"),
+        ("convolution", "nemotron_h"),
         ("convolution", "lfm2"),
     ],
 )

@@ -98,6 +98,11 @@ EAGER = {
         shape(model_type="granitemoehybrid", num_hidden_layers=7, layer_types=("full_attention", *("mamba",
         "full_attention") * 3)), rows=8, length=48, optim=AdamW(), compile="none",
     ),
+    "a Nemotron-H": Work(
+        shape(model_type="nemotron_h", num_hidden_layers=8, tie_word_embeddings=False,
+              layer_types=("full_attention", "mlp", *("mamba", "mlp") * 3)),
+        rows=8, length=48, optim=AdamW(), compile="none",
+    ),
     "an LFM2": Work(
         shape(model_type="lfm2", num_hidden_layers=7, layer_types=("full_attention", *("conv", "full_attention") * 3)),
         rows=8, length=48, optim=AdamW(), compile="none",

@@ -46,6 +46,7 @@ FAMILIES = {
     "gemma3": {"model_type": "gemma3_text"},
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")},
     "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", "full_attention"), "mamba_d_state": 8},
+    "nemotron_h": {"model_type": "nemotron_h", "layer_types": ("mamba", "mlp"), "mamba_d_state": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ("conv", "full_attention")},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
 }  # fmt: skip

@@ -35,9 +35,18 @@ IDLE = {
     "attention_chunk_size": [None, 4], "kv_sharing_modes": [None], "number_of_conv_states": [3],
     "distributed_config": [None], "fusion_config": [None], "mtp_hidden_states_first": _FLAG,
     "logits_mup_width_multiplier": [2.0], "unpadded_vocab_size": [9], "mlp_layer_types": [None],
-    "mamba_chunk_size": [32, 256],
+    "mamba_chunk_size": [32, 256], "num_logits_to_keep": [1], "chunk_size": [7, 128], "expand": [1, 2],
+    "time_step_max": [0.2], "time_step_floor": [1e-4], "residual_in_fp32": _FLAG, "rescale_prenorm_residual": _FLAG,
+    "mamba_ssm_cache_dtype": ["float32"], "use_mamba_kernels": [True], "n_routed_experts": [4], "n_shared_experts": [1],
+    "moe_shared_expert_intermediate_size": [8], "moe_latent_size": [None, 8], "moe_shared_expert_overlap": _FLAG,
+    "routed_scaling_factor": [1.0, 2.5], "n_group": [1], "topk_group": [1], "num_nextn_predict_layers": [0, 1],
+    "mtp_layers_block_type": [None, ["full_attention"]],
     "use_mrope": [False], "quantization_config": [None], "router_aux_loss_coef": [0.0, 0.5],
 }  # fmt: skip
+
+
+# Keys that a Bamba has not, or of which it has one value: transformers refuses or ignores the others.
+NOT_OF_A_BAMBA = ("layer_types", "layers_block_type", "partial_rotary_factor")
 
 
 def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict[str, list]:
@@ -71,7 +80,7 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "pad_token_id": [None, 0, vocabulary - 1, -1, -2, vocabulary],
         "attention_bias": _FLAG,
         "mlp_bias": [False, False, False, True],
-        "use_bias": [False, None, False, True],
+        "use_bias": _FLAG if family == "nemotron_h" else [False, None, False, True],
         "sliding_window": [None, 1, 5, LENGTH - 1, LENGTH, 4096],
         "use_sliding_window": _FLAG,
         "max_window_layers": [0, 1, 28],
@@ -118,10 +127,27 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "mamba_expand": [2, 2, 1],
         "mamba_conv_bias": _FLAG,
         "mamba_proj_bias": _FLAG,
+        "mamba_num_heads": [4, 6],
+        "mamba_head_dim": [3, 8],
+        "n_groups": [1, 2],
+        "ssm_state_size": [5, 16],
+        "conv_kernel": [1, 3, 4],
+        "use_conv_bias": _FLAG,
+        "layer_norm_epsilon": [1e-6, 1e-5, 1e-2],
+        "time_step_min": [0.0, 0.001, 0.5],
+        "mamba_dt_min": [0.1],
+        "mlp_hidden_act": ["relu2", "relu2", "relu2", "silu"],
+        "mamba_hidden_act": ["silu", "silu", "gelu"],
+        "hybrid_override_pattern": [
+            "".join(draw.choice("M*--") for _ in range(layers)),
+            *(["E" * layers] if draw.random() < 0.1 else []),
+        ],
         "position_embedding_type": [None, "nope", "rope"],
         "shared_intermediate_size": [24, 40],
         "time_step_limit": [None, [0.0, {"__float__": "Infinity"}], [0.0, 0.1]],
         "layers_block_type": [None, ["mamba"] * (layers - 1) + ["attention"]],
+        "attn_layer_indices": [None, [], [0], [layers - 1, 40, -1]],
+        "z_loss_coefficient": [0.0, 0.0, 0.1],
         "conv_L_cache": [1, 3, 4],
         "conv_bias": _FLAG,
         "norm_eps": [1e-6, 1e-5, 1e-2],
@@ -199,6 +225,8 @@ def drawn(family: str, draw) -> dict:
     its = FAMILIES[family]
     if "mamba_n_heads" in its.optional_keys:  # its default is larger than the model
         always |= {"mamba_n_heads", "num_local_experts"}
+    if family == "nemotron_h":  # its default has mixtures, and sizes larger than the model
+        always |= {"hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups"}
     if its.defaults.get("pad_token_id", 0) >= vocabulary:
         always.add("pad_token_id")
     if its.expert_width_key:  # its defaults are large, and choose 8 experts
@@ -236,6 +264,9 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key == "per_layer_config" and bool(value))
         or (key == "time_step_limit" and value == [0.0, 0.1])
         or (key == "mamba_d_head" and value == 8)
+        or (family == "bamba" and key in NOT_OF_A_BAMBA)
+        or (key == "hybrid_override_pattern" and "E" in value)
+        or (key == "mlp_hidden_act" and value == "silu")
         or (key == "layer_types" and value is not None)
         and ("layer_types" not in its.optional_keys or "chunked_attention" in value)
     )

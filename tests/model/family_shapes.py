@@ -107,6 +107,7 @@ OPTIONAL = {
     "mamba_d_conv": 3,
     "mamba_conv_bias": True,
     "mamba_proj_bias": True,
+    "time_step_min": 0.3,
     "conv_L_cache": 4,
     "conv_bias": True,
     "num_experts": 5,
@@ -140,19 +141,20 @@ def mixed(place: int, family: str) -> dict:
     keys = {key: value for key, value in OPTIONAL.items() if key in its.optional_keys}
     keys["eos_token_id"] = (2, 5)  # a GLM without ids would get some from transformers
     if "layer_types" in its.optional_keys:
-        keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, its.other_layer_type)
+        third = (*its.more_layer_types, its.other_layer_type)[0]
+        keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, third)
     if its.always_norm_topk_prob:
         keys.pop("norm_topk_prob", None)
     if LONGROPE in its.rope_types:
         # Half of its rotary pairs and factors for each of them.
         keys |= {"partial_rotary_factor": 0.75, "head_dim": 8}
         keys["rope_scaling"] = LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024)
-    else:
+    elif not its.never_rotates:
         keys["rope_scaling"] = SCALINGS[place % len(SCALINGS)]
     if its.head_dim_is_derived:
         keys["head_dim"] = SMALL["hidden_size"] // SMALL["num_attention_heads"]
     if place % 2:
-        keys |= {"tie_word_embeddings": True, "pad_token_id": 7}
+        keys |= {"tie_word_embeddings": its.may_tie, "pad_token_id": 7}
     if place % 3 == 2:
         keys["attention_dropout"] = 0.1
     return keys

@@ -49,7 +49,13 @@ def configs(draw, family, least=2):
     )
     recurrent = not FAMILIES[family].other_layers.attends
     kinds = st.lists(
-        st.sampled_from([FULL_ATTENTION, FAMILIES[family].other_layer_type]),
+        st.sampled_from(
+            [
+                FULL_ATTENTION,
+                FAMILIES[family].other_layer_type,
+                *FAMILIES[family].more_layer_types,
+            ]
+        ),
         min_size=layers,
         max_size=layers,
     )
@@ -82,9 +88,11 @@ def configs(draw, family, least=2):
         num_key_value_heads=key_value,
         head_dim=0 if whole else draw(st.sampled_from([4, 6, 16])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
-        rope_theta=draw(st.sampled_from([1e4, 5e5])),
-        rope_scaling=None if longs else draw(st.sampled_from(SCALINGS)),
-        tie_word_embeddings=draw(st.booleans()),
+        rope_theta=1e4 if FAMILIES[family].never_rotates else draw(st.sampled_from([1e4, 5e5])),
+        rope_scaling=None
+        if longs or FAMILIES[family].never_rotates
+        else draw(st.sampled_from(SCALINGS)),
+        tie_word_embeddings=FAMILIES[family].may_tie and draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
         layer_types=tuple(draw(kinds)) if recurrent or (windowed and "layer_types" in keys) else (),
@@ -122,8 +130,11 @@ def configs(draw, family, least=2):
             mamba_d_conv=draw(st.integers(1, 5)),
             mamba_conv_bias=draw(st.booleans()),
             mamba_proj_bias=draw(st.booleans()),
-            position_embedding_type=draw(st.sampled_from(["rope", "nope"])),
         )
+    if "time_step_min" in keys:
+        config = replace(config, time_step_min=draw(st.sampled_from([0.001, 0.5, 1.0])))
+    if "position_embedding_type" in keys:
+        config = replace(config, position_embedding_type=draw(st.sampled_from(["rope", "nope"])))
     if "conv_L_cache" in keys:
         config = replace(
             config, conv_L_cache=draw(st.integers(1, 5)), conv_bias=draw(st.booleans())

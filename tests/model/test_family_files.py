@@ -120,19 +120,25 @@ def test_windows_are_those_of_transformers(values, windows):
 def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     from transformers import AutoConfig
 
-    heads = {"num_attention_heads": 32, "hidden_size": 64, "vocab_size": 200_000}
-    ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
-    theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
+    heads = {"num_attention_heads": 32, "hidden_size": 128, "vocab_size": 200_000}
+    sizes = {**HF, **heads, "num_hidden_layers": 2}
+    if family == "nemotron_h":  # its default has mixtures
+        sizes["layers_block_type"] = ["full_attention", "mlp"]
+    ours = LlamaConfig.from_hf({**sizes, "model_type": family})
+    theirs = AutoConfig.for_model(family, **sizes)
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     for key in (*keys, "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id"):
-        name_there = "norm_eps" if (family, key) == ("lfm2", "rms_norm_eps") else key
+        eps_there = {"lfm2": "norm_eps", "nemotron_h": "layer_norm_epsilon"}.get(family, key)
+        name_there = eps_there if key == "rms_norm_eps" else key
         if key == "attention_dropout" and family in ("lfm2", "ernie4_5"):
             continue  # these have none
         expected = getattr(theirs, name_there)
         expected = tuple(expected) if isinstance(expected, list) else expected
         assert getattr(ours, key) == expected, key
-    assert ours.head_dim == getattr(theirs, "head_dim", 2)
+    assert ours.head_dim == getattr(theirs, "head_dim", 4)
     assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
+    if FAMILIES[family].never_rotates:
+        return
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert (ours.rope_local_theta or ours.rope_theta) == rope.get("sliding_attention", rope)[
@@ -381,6 +387,65 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
 def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
     with pytest.raises(InputRefused, match=said):
         _read(**{"model_type": "qwen3_moe", "num_experts": 8} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"layer_types": [FULL_ATTENTION] * 4}, r"layer_types is not supported with .* 'bamba'"),
+        ({"layers_block_type": ["mamba"] * 4}, r"layers_block_type is not supported with"),
+        ({"attn_layer_indices": 3}, r"attn_layer_indices = 3: expected a list of layers"),
+        ({"partial_rotary_factor": 1.0}, r"partial_rotary_factor = 1.0 is not supported outside"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\] is not supported"),
+        ({"z_loss_coefficient": 0.1}, r"z_loss_coefficient = 0.1 is not supported: only 0.0"),
+        ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ({"mamba_d_head": 7}, r"mamba_n_heads \* mamba_d_head = 28: expected .* 64"),
+    ],
+)
+def test_what_a_bamba_does_not_have_is_refused_by_name(values, said):
+    with pytest.raises(InputRefused, match=said):
+        _read(**{"model_type": "bamba", "mamba_n_heads": 4} | values)
+
+
+NEMOTRON = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"layers_block_type": ["mamba", "moe"]}, r"layers_block_type: mixtures of experts"),
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "M-E*"},
+            r"hybrid_override_pattern: mixtures of experts",
+        ),
+        ({"layers_block_type": None}, r"the key layers_block_type is missing"),
+        ({"layers_block_type": ["conv"]}, r"layers_block_type: 'conv': expected"),
+        ({"layers_block_type": []}, r"layers_block_type = \[\]: expected a list"),
+        ({"mlp_hidden_act": "silu"}, r"mlp_hidden_act = 'silu' is not supported: only 'relu2'"),
+        ({"mamba_hidden_act": "gelu"}, r"mamba_hidden_act = 'gelu' is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ({"n_groups": 3}, r"mamba_n_heads = 128 is not a multiple of mamba_n_groups = 3"),
+        ({"time_step_min": -1.0}, r"time_step_min = -1.0: expected a positive number"),
+    ],
+)
+def test_what_a_nemotron_does_not_have_is_refused_by_name(values, said):
+    with pytest.raises(InputRefused, match=said):
+        _read(**NEMOTRON | values)
+
+
+def test_the_head_of_a_nemotron_is_not_tied_and_a_pattern_is_a_list_of_its_layers():
+    assert not _read(**NEMOTRON, tie_word_embeddings=True).tie_word_embeddings
+    with pytest.raises(InputRefused, match=r"tie_word_embeddings = true is not supported with"):
+        replace(_read(**NEMOTRON), tie_word_embeddings=True)
+    pattern = {"layers_block_type": None, "hybrid_override_pattern": "M-*"}
+    assert _read(**NEMOTRON | pattern) == _read(**NEMOTRON)
+    assert _read(**NEMOTRON).layer_types == ("mamba", "mlp", "full_attention")
+
+
+def test_a_bambas_table_says_how_much_of_a_head_is_rotated():
+    tables = [{}, {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}}]
+    files = [{"model_type": "bamba", "mamba_n_heads": 4, **table} for table in tables]
+    assert [_read(**values).partial_rotary_factor for values in files] == [0.5, 1.0]
 
 
 def test_new_mixtures_are_balanced_and_loaded_ones_as_their_files_say():

@@ -94,28 +94,37 @@ def test_the_keys_are_the_models(tmp_path: Path) -> None:
     (tmp_path / "out" / "Modelfile").read_text().index("FROM ./model.gguf\n")
 
 
-def test_rotary_pairs_become_neighbours() -> None:
+@pytest.mark.parametrize("rotary_dim", [8, 6, 2])
+def test_rotary_pairs_become_neighbours(rotary_dim: int) -> None:
     """Rotating halves and then reordering is reordering and then rotating neighbours, as llama.cpp
-    does.
+    does. The channels after the first `rotary_dim` of a head stay where they are.
     """
     generator = torch.Generator().manual_seed(0)
     heads_BHTD = torch.randn(1, 3, 5, 8, generator=generator, dtype=torch.float64)
     config = replace(
-        SMALL, hidden_size=24, head_dim=8, num_attention_heads=3, num_key_value_heads=3
+        SMALL,
+        model_type="bamba",
+        hidden_size=24,
+        head_dim=8,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        partial_rotary_factor=rotary_dim / 8,
     )
     turn = cos_sin(torch.arange(5)[None], config, torch.float64)
 
     def reordered(x_BHTD: torch.Tensor) -> torch.Tensor:
         return (
-            interleave_rotary_pairs(x_BHTD.transpose(2, 3).reshape(24, 5), 8)
+            interleave_rotary_pairs(x_BHTD.transpose(2, 3).reshape(24, 5), 8, rotary_dim)
             .reshape(1, 3, 8, 5)
             .transpose(2, 3)
         )
 
     x_BHTD = reordered(heads_BHTD)
-    first, second = x_BHTD[..., 0::2], x_BHTD[..., 1::2]
+    first, second = x_BHTD[..., 0:rotary_dim:2], x_BHTD[..., 1:rotary_dim:2]
     pairs = (first * turn[0] - second * turn[1], second * turn[0] + first * turn[1])
-    assert torch.equal(torch.stack(pairs, dim=-1).flatten(-2), reordered(rotate(heads_BHTD, turn)))
+    rotated = torch.stack(pairs, dim=-1).flatten(-2)
+    rotated = torch.cat([rotated, x_BHTD[..., rotary_dim:]], dim=-1)
+    assert torch.equal(rotated, reordered(rotate(heads_BHTD, turn)))
 
 
 _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}

@@ -256,3 +256,19 @@ def test_values_of_70_billion_weights_take_five_bits(family: str, heads: int, mo
     config = replace(SMALL, model_type=family, num_hidden_layers=80, num_key_value_heads=heads)
     values = types(config, "q4_k_m").split()[3]
     assert ("5" in values, "4" in values, values.count("6")) == (more, not more, 40)
+
+
+def test_feed_forward_layers_are_counted_where_only_some_blocks_have_one():
+    """As in llama.cpp's source: those of layers 1, 3, 5 and 7 are numbers 0 to 3 of 8."""
+    config = LlamaConfig(
+        model_type="nemotron_h",
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        layer_types=("mamba", "mlp", "full_attention", "mlp") * 2,
+    )
+    row_lengths = {f"blk.{layer}.ffn_down.weight": 256 for layer in (1, 3, 5, 7)}
+    kinds = choose_types(row_lengths, "q4_k_m", config)
+    assert [*kinds.values()] == ["Q6_K", "Q4_K", "Q4_K", "Q6_K"]

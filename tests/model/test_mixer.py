@@ -158,6 +158,7 @@ def test_only_the_table_and_a_kinds_own_file_know_which_kinds_there_are() -> Non
         if named.search(path.read_text())
     }
     kinds = {f"model/{name}.py" for name in ("layer_types", "delta_net", "mamba", "short_conv")}
-    declared = kinds | {f"model/{name}.py" for name in ("families", "granite_keys", "lfm2_keys")}
+    of_families = ("families", "bamba_keys", "granite_keys", "lfm2_keys", "nemotron_keys")
+    declared = kinds | {f"model/{name}.py" for name in of_families}
     kernels = {"decode/fast_delta_net.py", "decode/fast_forward.py", "ops/delta_net_kernels.py"}
     assert files == declared | kernels

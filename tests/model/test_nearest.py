@@ -271,6 +271,7 @@ def test_a_key_that_counts_as_understood_is_read(family):
     assert ignored <= {
         "mamba_chunk_size",  # changes no number
         *("intermediate_size", "num_local_experts"),  # shapes tell
+        *("num_hidden_layers", "tie_word_embeddings"),  # so do tensors
         *("norm_topk_prob", "use_sliding_window", "quantization_config"),  # only one value is taken
     }
 

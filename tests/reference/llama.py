@@ -35,11 +35,9 @@ def logits(weights, config, hidden):
 
 def _row(weights, config, ids, documents, places):
     embedding = weights["model.embed_tokens.weight"]
-    # Looking up the row of the padding gives it no gradient.
-    stream = [
-        embedding[token].detach() if token == config.pad_token_id else embedding[token]
-        for token in ids
-    ]
+    # Looking up the row of the padding gives it no gradient in most families.
+    padding = None if config.family.trains_padding else config.pad_token_id
+    stream = [embedding[token].detach() if token == padding else embedding[token] for token in ids]
     scaled = (
         torch.tensor(math.sqrt(config.hidden_size)).item() if config.family.embedding_scaled else 1
     )
@@ -55,7 +53,10 @@ def _row(weights, config, ids, documents, places):
         kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
         window = config.sliding_window if kinds[layer] == "sliding_attention" else None
         turning = places if (config.no_rope_layers or [1] * (layer + 1))[layer] else None
-        if getattr(config, "position_embedding_type", "rope") == "nope":
+        if (
+            getattr(config, "position_embedding_type", "rope") == "nope"
+            or config.family.never_rotates
+        ):
             turning = None
         rope = (config.rope_theta, config.rope_scaling)
         if window and config.rope_local_theta:
@@ -64,6 +65,9 @@ def _row(weights, config, ids, documents, places):
             attended = delta_net.mixed(own, config, normed, documents)
         elif kinds[layer] == "mamba":
             attended = mamba.mixed(own, config, normed, documents)
+        elif kinds[layer] == "mlp":
+            inner = [own["plain_mlp.up_proj.weight"] @ x for x in normed]
+            attended = [own["plain_mlp.down_proj.weight"] @ (x * (x > 0)) ** 2 for x in inner]
         elif kinds[layer] == "conv":
             attended = short_conv.mixed(own, config, normed, documents)
         else:
@@ -72,6 +76,8 @@ def _row(weights, config, ids, documents, places):
             )
         part = config.residual_multiplier
         stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
+        if not config.family.has_feed_forward:
+            continue
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
     return [_norm(x, weights["model.norm.weight"], config) / config.logits_scaling for x in stream]
 

@@ -33,7 +33,7 @@ def mixed(own, config, xs, documents):
         total = sum(parts[s][1] * taps[:, taps.shape[1] - 1 - t + s] for s in seen)
         channels = _silu(total + own.get("conv1d.bias", 0))
         inputs, keys, queries = channels.split([heads * wide, groups * size, groups * size])
-        steps = torch.log1p(torch.exp(steps + own["dt_bias"]))
+        steps = torch.log1p(torch.exp(steps + own["dt_bias"])).clamp(min=config.time_step_min)
         read = []
         for head in range(heads):
             group = head // (heads // groups)

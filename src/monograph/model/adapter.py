@@ -457,7 +457,7 @@ def pack_adapters(
 
     Raises:
         InputRefused: an adapter is on experts, or on one of several layers that are one layer in
-            the family's files.
+            the family's files, or the names that PEFT has for the family's layers are not known.
     """
     if config is None and isinstance(module, Llama):
         config = module.config
@@ -468,6 +468,10 @@ def pack_adapters(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
+        if config.family.file_prefix:
+            raise InputRefused(
+                f"PEFT's names for the layers of a {config.model_type} are not known here: export it merged"
+            )
         joined_layers = tuple(
             part for parts in config.joined_layers.values() if len(parts) > 1 for part in parts
         )

@@ -66,8 +66,9 @@ class LlamaConfig:
         sliding_window: number of positions that a query sees in layers with a window: its own and
             the ones directly before it. None: no layer has a window.
         layer_types: for each layer, "full_attention" (no window), "sliding_attention" (with a window)
-            "linear_attention" (a gated delta net), "mamba" (a layer of Mamba 2) or "conv" (a gated
-            short convolution). (): all layers have attention, with a window if sliding_window is set.
+            "linear_attention" (a gated delta net), "mamba" (a layer of Mamba 2), "conv" (a gated
+            short convolution) or "mlp" (a feed-forward layer without a gate, which is its block's only
+            layer). (): all layers have attention, with a window if sliding_window is set.
         linear_num_key_heads: number of key heads of a delta net; must divide
             linear_num_value_heads. 0: half of linear_num_value_heads if that is even, or else all of
             it.
@@ -85,6 +86,7 @@ class LlamaConfig:
         mamba_d_conv: number of positions that the convolution of Mamba 2 sees. 0: 4.
         mamba_conv_bias: whether this convolution has a bias.
         mamba_proj_bias: whether the two projections of Mamba 2 have biases.
+        time_step_min: the least time step of Mamba 2.
         conv_L_cache: number of positions that a gated short convolution sees. 0: 3.
         conv_bias: whether the three layers of a gated short convolution have biases.
         position_embedding_type: "rope", or "nope" if no layer rotates queries and keys.
@@ -154,6 +156,7 @@ class LlamaConfig:
     mamba_d_conv: int = 0
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
+    time_step_min: float = 0.0
     conv_L_cache: int = 0
     conv_bias: bool = False
     position_embedding_type: str = "rope"
@@ -183,9 +186,10 @@ class LlamaConfig:
         self._check_numbers()
         self._check_flags()
         self._check_multiple("num_attention_heads", "num_key_value_heads")
-        for name in ("attention_dropout", "router_aux_loss_coef"):
+        for name in ("attention_dropout", "router_aux_loss_coef", "time_step_min"):
             if getattr(self, name) != 0:
                 check_positive_number(name, getattr(self, name))
+        self._check_head()
         self._check_rotation()
         self._check_scaling()
         self._check_fields_of_family()
@@ -262,6 +266,13 @@ class LlamaConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
 
+    def _check_head(self) -> None:
+        """Refuse a tied head in families that have none."""
+        if self.tie_word_embeddings and not self.family.may_tie:
+            raise InputRefused(
+                f"tie_word_embeddings = true is not supported with model_type = {self.model_type!r}"
+            )
+
     def _check_rotation(self) -> None:
         """Check that heads and their rotated channels can be divided into pairs."""
         if self.head_dim % 2:
@@ -313,11 +324,11 @@ class LlamaConfig:
         if self.sliding_window is not None:
             check_positive_integer("sliding_window", self.sliding_window)
         other_type = self.family.other_layer_type
-        unknown = [kind for kind in self.layer_types if kind not in (FULL_ATTENTION, other_type)]
+        known = (FULL_ATTENTION, other_type, *self.family.more_layer_types)
+        unknown = [kind for kind in self.layer_types if kind not in known]
         if unknown:
-            raise InputRefused(
-                f"layer_types has {unknown[0]!r}: expected {FULL_ATTENTION!r} or {other_type!r}"
-            )
+            expected = " or ".join(map(repr, known))
+            raise InputRefused(f"layer_types has {unknown[0]!r}: expected {expected}")
         if self.layer_types and len(self.layer_types) != layers:
             raise InputRefused(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {layers}"
@@ -509,7 +520,7 @@ class LlamaConfig:
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         has_windows = [self.window(layer) is not None for layer in layers]
-        if "layer_types" in family.optional_keys:
+        if "layer_types" in families.keys_in_files(family):
             types = list(self.layer_types)
             if not types:
                 types = [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_windows]
@@ -588,13 +599,18 @@ class LlamaConfig:
     @property
     def renamed_layers(self) -> Mapping[str, str]:
         """Return the layers of a block that have another name in the files, as {name in the decoder:
-        name in the files}.
+        name in the files}. It is empty for a family whose layers have other names in transformers
+        than in files.
         """
+        if self.family.file_prefix:
+            return {}
         return {parts[0]: name for name, parts in self.joined_layers.items() if len(parts) == 1}
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        if not self.layer_type(layer).attends or self.position_embedding_type == "nope":
+        if not self.layer_type(layer).attends or self.family.never_rotates:
+            return False
+        if self.position_embedding_type == "nope":
             return False
         return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 

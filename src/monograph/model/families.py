@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model import granite_keys, lfm2_keys
+from monograph.model import bamba_keys, granite_keys, lfm2_keys, nemotron_keys
 from monograph.model.layer_types import (
     CONVOLUTION,
     CONVOLUTION_SIZES,
@@ -20,6 +20,7 @@ from monograph.model.layer_types import (
     LINEAR_ATTENTION,
     MAMBA,
     MAMBA_SIZES,
+    PLAIN_MLP,
     SLIDING_ATTENTION,
     LayerType,
 )
@@ -71,6 +72,8 @@ class LlamaCppSupport(NamedTuple):
         kv_heads_by_layer: whether a file has the number of key-value heads of each layer, which is 0
             for a layer without attention.
         rotation_is_a_key: whether a file says whether queries and keys are rotated.
+        needs_layer_norm_eps: whether a file must also have the epsilon of layer norms, although there
+            are none.
         joined_layers: whether llama.cpp's files also have the family's joined layers
             (`Family.joined_layers`), instead of separate ones.
         treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
@@ -92,6 +95,7 @@ class LlamaCppSupport(NamedTuple):
     attention_alone: str = ""
     kv_heads_by_layer: bool = False
     rotation_is_a_key: bool = False
+    needs_layer_norm_eps: bool = False
     joined_layers: bool = False
     treated_as_70b: Literal["", "grouped", "all"] = ""
 
@@ -119,9 +123,18 @@ class Family(NamedTuple):
         other_layer_type: the type of the layers that are not full attention, by its word in
             `LAYER_TYPES`: layers with a window, gated delta nets, layers of Mamba 2, or gated short
             convolutions.
+        more_layer_types: the types of layers that the family has besides full attention and
+            `other_layer_type`.
+        has_feed_forward: whether a block has a feed-forward layer after its first layer.
+        never_rotates: whether no layer of any model rotates queries and keys.
+        may_tie: whether the output head may be the embedding matrix.
+        trains_padding: whether the embedding row of pad_token_id gets a gradient from look-ups.
+        any_mamba_width: whether the heads of a layer of Mamba 2 may together have any width. If not,
+            it is a multiple of hidden_size.
         full_attention_every: n, if every n-th layer is full attention and the layers between are of
-            `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
-            such rule, and `layer_keys.windows_from_hf` says which layers have a window.
+            `other_layer_type`, in turn with `more_layer_types`. It is used only if a file has no
+            layer_types. 0: the family has no such rule, and `layer_keys.windows_from_hf` says which
+            layers have a window.
         default_local_theta: default base of the rotary positions in layers with a window; None: these
             layers have the base of the other layers.
         gated_attention: whether each head's attention is multiplied by a gate.
@@ -137,6 +150,8 @@ class Family(NamedTuple):
             of experts.
         always_norm_topk_prob: whether the weights of a token's experts are divided by their sum,
             whatever norm_topk_prob is.
+        file_prefix: what the names of tensors in files begin with instead of "model.", except the
+            output head's; "": they begin with "model.".
         fused_experts: how files store the experts of a layer. "": each expert has its own tensors.
             Otherwise there are two tensors for all experts, one with gate and up and one with down.
             "halves": the rows of gate are followed by those of up. "columns": the matrices are
@@ -174,6 +189,12 @@ class Family(NamedTuple):
     joined_in_mixtures: Mapping[str, tuple[str, ...]] = {}
     rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
     other_layer_type: str = SLIDING_ATTENTION
+    more_layer_types: tuple[str, ...] = ()
+    has_feed_forward: bool = True
+    never_rotates: bool = False
+    may_tie: bool = True
+    trains_padding: bool = False
+    any_mamba_width: bool = False
     full_attention_every: int = 0
     default_local_theta: float | None = None
     gated_attention: bool = False
@@ -185,6 +206,7 @@ class Family(NamedTuple):
     head_dim_is_derived: bool = False
     expert_width_key: str = ""
     always_norm_topk_prob: bool = False
+    file_prefix: str = ""
     fused_experts: Literal["", "halves", "columns"] = ""
     fused_names: FusedNames = FusedNames()
     may_lack_experts: bool = False
@@ -229,6 +251,7 @@ FIELDS_OF_SOME_FAMILIES = {
     "position_embedding_type",
     "mamba_conv_bias",
     "mamba_proj_bias",
+    "time_step_min",
     "conv_bias",
     "rope_local_theta",
     "partial_rotary_factor",
@@ -660,6 +683,47 @@ FAMILIES: dict[str, Family] = {
         ),
         own_keys=granite_keys,
     ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        (
+            "attention_bias",
+            "layer_types",
+            "partial_rotary_factor",
+            *MAMBA_SIZES,
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+        ),
+        {
+            "intermediate_size": 14_336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+            **_LLAMA_BOS_AND_EOS,
+            **dict(zip(MAMBA_SIZES, (128, "auto", 1, 256, 4), strict=True)),
+            "mamba_expand": 2,
+        },
+        norm_names=NormNames(before_mlp="pre_ff_layernorm"),
+        joined_layers={
+            "feed_forward.gate_proj": ("mlp.gate_proj",),
+            "feed_forward.up_proj": ("mlp.up_proj",),
+            "feed_forward.down_proj": ("mlp.down_proj",),
+            "model.final_layernorm": ("model.norm",),
+        },
+        other_layer_type=MAMBA,
+        full_attention_every=10,
+        only_default_keys=("mlp_bias", "z_loss_coefficient"),
+        llama_cpp=LlamaCppSupport(
+            "granitehybrid",
+            interleaved_rotary=True,
+            reads_rope_divisors=True,
+            computes_attention_bias=True,
+            kv_heads_by_layer=True,
+            rotation_is_a_key=True,
+        ),
+        own_keys=bamba_keys,
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
         ("layer_types", *CONVOLUTION_SIZES, "conv_bias"),
@@ -762,6 +826,59 @@ FAMILIES: dict[str, Family] = {
         only_default_keys=("use_bidirectional_attention",),
         llama_cpp=LlamaCppSupport("gemma", needs_tied_head=True),
     ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        (
+            "layer_types",
+            *MAMBA_SIZES,
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+            "time_step_min",
+        ),
+        {
+            "vocab_size": 131_072,
+            "hidden_size": 4096,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "pad_token_id": 0,
+            **_LLAMA_BOS_AND_EOS,
+            **nemotron_keys.DEFAULTS,
+        },
+        norm_names=NormNames(before_attention="norm", before_mlp=None),
+        joined_layers={
+            "mixer.q_proj": ("self_attn.q_proj",),
+            "mixer.k_proj": ("self_attn.k_proj",),
+            "mixer.v_proj": ("self_attn.v_proj",),
+            "mixer.o_proj": ("self_attn.o_proj",),
+            "mixer": ("mamba",),
+            "mixer.in_proj": ("mamba.in_proj",),
+            "mixer.conv1d": ("mamba.conv1d",),
+            "mixer.norm": ("mamba.norm",),
+            "mixer.out_proj": ("mamba.out_proj",),
+            "mixer.up_proj": ("plain_mlp.up_proj",),
+            "mixer.down_proj": ("plain_mlp.down_proj",),
+            "model.embeddings": ("model.embed_tokens",),
+            "model.norm_f": ("model.norm",),
+        },
+        other_layer_type=MAMBA,
+        more_layer_types=(PLAIN_MLP,),
+        full_attention_every=8,
+        has_feed_forward=False,
+        never_rotates=True,
+        may_tie=False,
+        trains_padding=True,
+        any_mamba_width=True,
+        activation=("mlp_hidden_act", "relu2"),
+        only_default_keys=("mamba_hidden_act", "mlp_bias"),
+        file_prefix="backbone.",
+        may_have_mtp_layers=True,
+        llama_cpp=LlamaCppSupport("nemotron_h", kv_heads_by_layer=True, needs_layer_norm_eps=True),
+        own_keys=nemotron_keys,
+    ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first value is transformers' default.
@@ -769,6 +886,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
+    "mamba_hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "use_bias": (False, None),
     "resid_pdrop": (0.0,),
@@ -778,11 +896,16 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
+    "z_loss_coefficient": (0.0,),
 }
 # The keys of this table that only some families read. All families read the others.
 _KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}
 # All names that transformers has for an activation, by the name in `Family.activation`.
-_ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
+_ACTIVATION_NAMES = {
+    "silu": ("silu", "swish"),
+    "gelu_pytorch_tanh": ("gelu_pytorch_tanh",),
+    "relu2": ("relu2",),
+}
 
 
 # The keys of config.json that all families read.

@@ -2,8 +2,9 @@
 
 A block of the decoder has a mixer, in which positions read from earlier ones, and then a feed-forward
 layer. The latter has two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
-(`monograph.model.mixture`). Everything that differs between kinds is a method or an attribute of the
-kind's class. Only `monograph.model.llama` knows which layer has which kind.
+(`monograph.model.mixture`). `NoFeedForward` stands for it in families whose blocks have none.
+Everything that differs between kinds is a method or an attribute of the kind's class. Only
+`monograph.model.llama` knows which layer has which kind.
 
 Shape suffixes: B batch, T positions, D hidden size.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
@@ -100,3 +102,26 @@ class FeedForward(nn.Module, ABC):
     @classmethod
     def add_llama_cpp_sizes(cls, writer: GGUFWriter, config: LlamaConfig) -> None:
         """Write into a GGUF file the sizes that only layers of this kind have."""
+
+
+class NoFeedForward(FeedForward):
+    """What blocks without a feed-forward layer have in its place. It is never called."""
+
+    llama_cpp_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+
+    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
+        """Raise an error, because the block adds nothing here."""
+        raise NotImplementedError
+
+    @classmethod
+    def inner_numbers(cls, config: LlamaConfig) -> int:
+        """Return 0."""
+        return 0
+
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return {}, because there are no matrices."""
+        return {}

@@ -131,6 +131,13 @@ def save_gguf(
     config = model.config
     _check_supported(config, dtype)
     _warn_of_positions(config, warn)
+    if config.time_step_min > 0:
+        # This is not an error, because all published models have such a limit, and llama.cpp's own converter
+        # writes files of them without a warning.
+        warn(
+            f"time_step_min = {config.time_step_min}: llama.cpp takes shorter time steps as they are, so its "
+            "answers will differ a little"
+        )
     divisors = [
         UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
@@ -363,14 +370,15 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_context_length(_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    mixers = [mixer_of(config, layer) for layer in range(config.num_hidden_layers)]
+    if config.family.has_feed_forward:
+        writer.add_feed_forward_length(config.intermediate_size)
+    else:
+        writer.add_feed_forward_length([mixer.inner_width(config) for mixer in mixers])
     writer.add_head_count(config.num_attention_heads)
     llama_cpp = llama_cpp_support(config)
     if llama_cpp.kv_heads_by_layer:
-        layers = range(config.num_hidden_layers)
-        writer.add_head_count_kv(
-            [mixer_of(config, layer).key_value_heads(config) for layer in layers]
-        )
+        writer.add_head_count_kv([mixer.key_value_heads(config) for mixer in mixers])
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -381,6 +389,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         # Despite its name, llama.cpp reads in this key whether queries and keys are rotated.
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if llama_cpp.needs_layer_norm_eps:
+        writer.add_layer_norm_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if isinstance(config.rope_scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -476,7 +486,12 @@ def llama_cpp_tensors(
         is_rotated = inner in ("self_attn.q_proj", "self_attn.k_proj")
         if is_rotated and llama_cpp.interleaved_rotary and not config.family.interleaved_rotary:
             read = _read_and_change(
-                read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
+                read,
+                functools.partial(
+                    interleave_rotary_pairs,
+                    head_dim=config.head_dim,
+                    rotary_dim=config.rotary_dim,
+                ),
             )
         if block_names[inner] in feed_forward.llama_cpp_vectors:
             # llama.cpp reads this matrix of one row as a vector.
@@ -517,16 +532,19 @@ def _choose_tensor_types(
     return dict.fromkeys(shapes, "F32") | matrix_types
 
 
-def interleave_rotary_pairs(rows: Tensor, head_dim: int) -> Tensor:
+def interleave_rotary_pairs(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     """Reorder a projection's rows so that the two channels of a rotary pair are neighbours.
 
-    In this package, they are at the same place in the two halves of a head.
+    In this package, they are at the same place in the two halves of a head's rotated channels.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
         head_dim: number of rows of a head.
+        rotary_dim: number of a head's rows that are rotated. These are its first ones.
     """
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
+    heads = rows.unflatten(0, (-1, head_dim))
+    rotated = heads[:, :rotary_dim].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([rotated, heads[:, rotary_dim:]], dim=1).flatten(0, 1)
 
 
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
@@ -543,7 +561,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
         }
     if not isinstance(scaling, Llama3Scaling):
         return {}
-    unscaled_config = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
+    unscaled_config = replace(config, rope_scaling=None)
     cpu = torch.device("cpu")
     unscaled_F = inverse_frequencies(unscaled_config, torch.float64, cpu)
     scaled_F = inverse_frequencies(config, torch.float64, cpu)

@@ -305,6 +305,9 @@ def choose_types(row_lengths: dict[str, int], dtype: str, config: LlamaConfig) -
         config: the model's configuration.
     """
     value_names = [name for name in row_lengths if name.endswith(_VALUE_NAMES)]
+    # In a model without experts, llama.cpp counts the feed-forward layers instead of reading their layers from
+    # their names. Only in a model where some blocks have none is that another number.
+    down_names = [name for name in row_lengths if ".ffn_down" in name]
     # If the head is tied to the embedding, a file may have only the embedding, which is then the head.
     head = "output.weight" if "output.weight" in row_lengths else "token_embd.weight"
     is_mixtral = config.num_experts == _MIXTRAL_EXPERTS
@@ -315,8 +318,10 @@ def choose_types(row_lengths: dict[str, int], dtype: str, config: LlamaConfig) -
             kind = "Q6_K"
         elif name in value_names:
             kind = _type_of_values(kind, value_names.index(name), len(value_names), config)
-        elif ".ffn_down" in name and _gets_more_bits(_layer(name), config.num_hidden_layers):
-            kind = "Q6_K"
+        elif name in down_names:
+            index = _layer(name) if config.num_experts else down_names.index(name)
+            if _gets_more_bits(index, config.num_hidden_layers):
+                kind = "Q6_K"
         elif is_mixtral and name.endswith(".attn_k.weight"):
             kind = "Q8_0"
         elif is_mixtral and name.endswith(".attn_output.weight") and kind == "Q4_K":

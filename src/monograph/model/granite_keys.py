@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
 from monograph.model.checks import check_positive_integer
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, MAMBA_SIZES
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA
+from monograph.model.mamba_keys import head_dim_from_hf, require_unlimited_time_steps
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
@@ -58,25 +59,9 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     experts = values["num_local_experts"]
     if experts != 0 or isinstance(experts, bool):
         check_positive_integer("num_local_experts", experts)
-    low, high = _time_step_limit(values)
-    if low > 0 or high != float("inf"):
-        raise InputRefused(
-            f"time_step_limit = {[low, high]} is not supported: only from 0 to infinity is"
-        )
-    for key in ("hidden_size", "num_hidden_layers", "mamba_expand", "shared_intermediate_size"):
-        check_positive_integer(key, values[key])
-    for key in MAMBA_SIZES:
-        if not (key == "mamba_d_head" and values[key] == "auto"):
-            check_positive_integer(key, values[key])
-    width = values["mamba_expand"] * values["hidden_size"]
-    heads = values["mamba_n_heads"]
-    head_dim = values["mamba_d_head"]
-    if head_dim == "auto":
-        head_dim = width // heads
-    if heads * head_dim != width:
-        raise InputRefused(
-            f"mamba_n_heads * mamba_d_head = {heads * head_dim}: expected mamba_expand * hidden_size = {width}"
-        )
+    require_unlimited_time_steps(values)
+    check_positive_integer("shared_intermediate_size", values["shared_intermediate_size"])
+    head_dim = head_dim_from_hf(values)
     position_type = values.get("position_embedding_type")
     if position_type not in (None, "nope", "rope"):
         raise InputRefused(
@@ -98,22 +83,6 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         "position_embedding_type": position_type or "nope",
         "layer_types": _layer_types(values),
     }
-
-
-def _time_step_limit(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the limits between which time steps are clamped."""
-    limit = values.get("time_step_limit")
-    if limit is None:
-        return 0.0, float("inf")
-    if not isinstance(limit, list) or len(limit) != 2:
-        raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
-    # transformers writes infinity as this object, because JSON has no number for it.
-    infinity = {"__float__": "Infinity"}
-    low, high = (float("inf") if value == infinity else value for value in limit)
-    for value in (low, high):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
-    return low, high
 
 
 def _layer_types(values: Mapping[str, Any]) -> list[str]:

@@ -102,8 +102,10 @@ def _default_types(values: Mapping[str, Any], family: Family) -> tuple[str, ...]
         every = values.get("full_attention_interval", every)
         check_positive_integer("full_attention_interval", every)
     if every:
+        others = (family.other_layer_type, *family.more_layer_types)
         return tuple(
-            family.other_layer_type if (layer + 1) % every else FULL_ATTENTION for layer in layers
+            others[layer % len(others)] if (layer + 1) % every else FULL_ATTENTION
+            for layer in layers
         )
     if "no_rope_layers" in family.optional_keys:
         rotations = rotations_from_hf(values) or (1,) * len(layers)
@@ -179,10 +181,13 @@ def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
         "rope_local_theta": local_theta,
         "partial_rotary_factor": family.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": family.defaults.get("attention_bias", False),
+        "time_step_min": family.defaults.get("time_step_min", 0.0),
         "position_embedding_type": family.defaults.get("position_embedding_type", "rope"),
     }
     if family.other_layers.new_norm_eps is not None:
         keys["rms_norm_eps"] = family.other_layers.new_norm_eps
+    if not family.may_tie:
+        keys["tie_word_embeddings"] = False
     if "llama3" not in family.rope_types:
         # The scaling of the presets 1b and 8b is llama3, which this family does not have.
         keys["rope_scaling"] = None

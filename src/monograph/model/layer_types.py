@@ -24,6 +24,7 @@ SLIDING_ATTENTION = "sliding_attention"  # attention with a window
 LINEAR_ATTENTION = "linear_attention"  # a gated delta net
 MAMBA = "mamba"  # a layer of Mamba 2
 CONVOLUTION = "conv"  # a gated short convolution
+PLAIN_MLP = "mlp"  # a feed-forward layer without a gate, which is its block's only layer
 # The keys of a delta net's sizes.
 DELTA_NET_SIZES = (
     "linear_num_key_heads",
@@ -121,7 +122,7 @@ def _mamba_sizes(config: LlamaConfig) -> dict[str, int]:
             f"mamba_n_heads = {heads} is not a multiple of mamba_n_groups = {groups}; change one"
         )
     width = heads * head_dim
-    if width % config.hidden_size:
+    if width % config.hidden_size and not config.family.any_mamba_width:
         raise InputRefused(
             f"mamba_n_heads * mamba_d_head = {width} is not a multiple of hidden_size = {config.hidden_size}, as "
             "transformers wants it; change one"
@@ -159,4 +160,5 @@ LAYER_TYPES = {
         size_keys=CONVOLUTION_SIZES,
         checked_sizes=_convolution_sizes,
     ),
+    PLAIN_MLP: LayerType("monograph.model.plain_mlp:PlainMLP"),
 }

@@ -1,7 +1,8 @@
 """Convert between the decoder's tensors and the tensors of a family's files.
 
-The files of some families have other tensors than the decoder, in two ways:
+The files of some families have other tensors than the decoder, in three ways:
 
+- Names may begin with another word than "model." (`Family.file_prefix`).
 - Files may join several of the decoder's layers into one (`Family.joined_layers`), such as q_proj,
   k_proj and v_proj. The rows of the joined weight are those of the layers, one after another.
 - An expert of a mixture has three matrices: gate, up and down. The decoder has one tensor for the
@@ -11,7 +12,7 @@ The files of some families have other tensors than the decoder, in two ways:
   With "columns" it is [E, D, 2 I], where columns of gate and of up alternate, and it may be in MXFP4,
   a format of 4 bits for each number.
 
-Each difference is a rule that converts in both directions, and each family has a list of rules. A
+Each of the last two differences is a rule that converts in both directions, and each family has a list of rules. A
 rule does not need the numbers of a tensor. To write files, it takes and gives an `UnreadTensor` for each
 tensor: the name, a meta tensor of the shape, and a function that reads the tensor. To read files, it
 takes and gives a `StoredTensor` for each tensor, which says where in the files the numbers are.
@@ -84,7 +85,12 @@ def to_file_tensors(tensors: Iterable[UnreadTensor], config: LlamaConfig) -> Ite
     converted = iter(tensors)
     for rule in rules_of(config):
         converted = rule.to_files(converted)
-    return converted
+    prefix = config.family.file_prefix
+    if not prefix:
+        return converted
+    return (
+        tensor._replace(name=_with_prefix(tensor.name, "model.", prefix)) for tensor in converted
+    )
 
 
 def to_decoder_tensors(
@@ -95,9 +101,25 @@ def to_decoder_tensors(
     Raises:
         InputRefused: tensors do not fit together.
     """
+    if config.family.file_prefix:
+        stored = _with_own_prefix(stored, config.family.file_prefix)
     for rule in rules_of(config):
         stored = rule.to_decoder(stored)
     return stored
+
+
+def _with_own_prefix(stored: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """Return a file's tensors with the prefix "model." instead of another. A file may have both."""
+    renamed = dict[str, StoredTensor]()
+    for name, tensor in stored.items():
+        new_name = _with_prefix(name, prefix, "model.")
+        _add(renamed, new_name, tensor._replace(name_in_file=tensor.name_in_file or name))
+    return renamed
+
+
+def _with_prefix(name: str, old: str, new: str) -> str:
+    """Return a name with another prefix, if it begins with the old one."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 class JoinedLayersRule(FileRule):

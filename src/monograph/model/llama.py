@@ -27,7 +27,7 @@ from monograph.errors import InputRefused
 from monograph.graph.balance import Balance, balance_of
 from monograph.model import mixture_keys
 from monograph.model.config import LlamaConfig
-from monograph.model.feed_forward import FeedForward
+from monograph.model.feed_forward import FeedForward, NoFeedForward
 from monograph.model.layers import MLP, Linear, make_norm, make_scale
 from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of, mixers_of_family
 from monograph.model.mixture import Mixture
@@ -181,6 +181,8 @@ def _count_and_list(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
     """Return the class of a layer's feed-forward layer."""
+    if not config.family.has_feed_forward:
+        return NoFeedForward
     return Mixture if config.is_mixture(layer) else MLP
 
 
@@ -188,6 +190,8 @@ def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
     """Return the class of most feed-forward layers of a model. If it is a mixture, some layers may
     still be gated layers (mlp_only_layers).
     """
+    if not config.family.has_feed_forward:
+        return NoFeedForward
     return Mixture if config.num_experts else MLP
 
 
@@ -208,8 +212,9 @@ class Block(nn.Module):
     """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
     The mixer is attention, a gated delta net or Mamba 2, and the mlp is a gated layer or a mixture of
-    experts. Each family has some of the four norms. s is config.residual_multiplier. Each block can be
-    compiled by itself, or recomputed by itself in the backward pass.
+    experts. In families without feed-forward layers (`Family.has_feed_forward`), a block is only the
+    first of these sums. Each family has some of the four norms. s is config.residual_multiplier. Each
+    block can be compiled by itself, or recomputed by itself in the backward pass.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
@@ -222,6 +227,7 @@ class Block(nn.Module):
         self.add_module(self.mixer_name, mixer_class(config, impl))
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
+        self.has_mlp = config.family.has_feed_forward
         self.mlp = feed_forward_of(config, layer)(config)
         self._add_norm(config, self.norm_names.after_mlp)
         self.scale_branch = make_scale(config.residual_multiplier)
@@ -268,6 +274,8 @@ class Block(nn.Module):
         hidden_BTD = hidden_BTD + self.scale_branch(
             self._normalise(names.after_attention, branch_BTD)
         )
+        if not self.has_mlp:
+            return hidden_BTD
         normed_BTD = self._normalise(names.before_mlp, hidden_BTD)
         branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
         return hidden_BTD + self.scale_branch(self._normalise(names.after_mlp, branch_BTD))
@@ -280,10 +288,11 @@ class Decoder(nn.Module):
         super().__init__()
         # Given a weight, nn.Embedding does not sample one. `Llama._initialise` does that.
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        # As in transformers, the row of pad_token_id gets no gradient from look-ups of the embedding. If
-        # the head is tied to the embedding, the row still gets a gradient from the head.
+        # As in transformers, the row of pad_token_id gets no gradient from look-ups of the embedding in most
+        # families. If the head is tied to the embedding, the row still gets a gradient from the head.
+        padding = None if config.family.trains_padding else config.pad_token_id
         self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD
+            config.vocab_size, config.hidden_size, padding, _weight=empty_VD
         )
         self.layers = nn.ModuleList(
             Block(config, impl, layer) for layer in range(config.num_hidden_layers)

@@ -122,6 +122,7 @@ class Mamba2(Mixer):
         super().__init__(config, impl)
         self.head_dim = config.mamba_d_head
         self.key_dim = config.mamba_d_state
+        self.least_step = config.time_step_min
         heads_width = config.mamba_n_heads * config.mamba_d_head
         keys_width = config.mamba_n_groups * config.mamba_d_state
         # The widths of the inputs of all heads, of all keys and of all queries.
@@ -150,8 +151,8 @@ class Mamba2(Mixer):
         """Return out_proj(norm((scan(dt x, B, C, dt A) + D x) * silu(z))).
 
         z, dt and the convolution's inputs are projections of the hidden states. x, B and C are the
-        convolution's outputs, dt = softplus(dt + dt_bias), and A = -exp(A_log). With `impl` "cached"
-        the scan is computed token by token, with the same bits as in decoding.
+        convolution's outputs, dt = max(softplus(dt + dt_bias), time_step_min), and A = -exp(A_log).
+        With `impl` "cached" the scan is computed token by token, with the same bits as in decoding.
 
         Args:
             hidden_BTD: the hidden states.
@@ -167,6 +168,8 @@ class Mamba2(Mixer):
         # other, which magnifies their errors. Second, torch's functions in fp32 may compute the last
         # numbers of a tensor differently from the others, so that equal numbers get different bits.
         step_BTH = F.softplus(step_BTH.double() + self.dt_bias)
+        if self.least_step > 0:
+            step_BTH = step_BTH.clamp(min=self.least_step)
         decay_BTH = -self.A_log.double().exp() * step_BTH
         if cache is None:
             mixed_BTC = self.conv1d(channels_BTC, segments_BT)
@@ -292,7 +295,7 @@ class Mamba2(Mixer):
         if config.mamba_proj_bias:
             raise InputRefused(f"mamba_proj_bias = true is not computed by llama.cpp{USE_HF}")
         width = config.mamba_n_heads * config.mamba_d_head
-        if width != 2 * config.hidden_size:
+        if width != 2 * config.hidden_size and not config.family.any_mamba_width:
             raise InputRefused(
                 f"mamba_n_heads * mamba_d_head = {width}: llama.cpp loads only twice hidden_size = "
                 f"{config.hidden_size}{USE_HF}"

@@ -245,6 +245,11 @@ class Mixer(nn.Module, ABC):
         return {}
 
     @classmethod
+    def inner_width(cls, config: LlamaConfig) -> int:
+        """Return the width between the matrices of a feed-forward layer in a mixer's place, or 0."""
+        return 0
+
+    @classmethod
     def add_llama_cpp_sizes(
         cls, writer: GGUFWriter, config: LlamaConfig, architecture: str
     ) -> None:
@@ -294,20 +299,21 @@ def mixer_of(config: LlamaConfig, layer: int) -> type[Mixer]:
 
 
 def require_both_kinds(config: LlamaConfig) -> None:
-    """Refuse, for llama.cpp, a hybrid whose layers are all of one kind.
+    """Refuse, for llama.cpp, a hybrid without attention or without the family's other kind of layers.
 
     Raises:
-        InputRefused: the layers are all of one kind.
+        InputRefused: one of these kinds is missing.
     """
-    if len(set(config.layer_types)) < 2:
-        kind = config.layer_types[0] if config.layer_types else FULL_ATTENTION
+    kinds = sorted({*config.layer_types} or {FULL_ATTENTION})
+    if not {FULL_ATTENTION, config.family.other_layer_type} <= {*kinds}:
         raise InputRefused(
             f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
-            f"{kind!r} alone{USE_HF}"
+            f"{' and '.join(map(repr, kinds))} alone{USE_HF}"
         )
 
 
 def mixers_of_family(config: LlamaConfig) -> list[type[Mixer]]:
     """Return the classes of the mixers that layers of a model's family can have, each class once."""
-    layer_types = LAYER_TYPES[FULL_ATTENTION], config.family.other_layers
+    layer_types = [LAYER_TYPES[FULL_ATTENTION], config.family.other_layers]
+    layer_types += [LAYER_TYPES[each] for each in config.family.more_layer_types]
     return list(dict.fromkeys(map(_load, layer_types)))

@@ -50,6 +50,7 @@ _IDLE_KEYS = {
     "model_type",
     "name_or_path",
     "num_labels",
+    "num_logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "prefix",
@@ -362,7 +363,7 @@ def _with_parts_off(family: Family, stated: dict[str, Any], has_head: bool) -> d
         head_dim = stated.get("head_dim", stated["hidden_size"] / stated["num_attention_heads"])
         check_positive_number("head_dim", head_dim)
         values["attention_multiplier"] = head_dim**-0.5
-    if "layer_types" in family.optional_keys:
+    if "layer_types" in keys_in_files(family):
         values["layer_types"] = [FULL_ATTENTION] * layers
     if "no_rope_layers" in family.optional_keys:
         values["no_rope_layers"] = [1] * layers
