@@ -66,7 +66,8 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys by which a model of one of these families can be known under another name.
+# Keys by which a model of one of these families can be known under another name, unless the family that is
+# tried has a key of this name.
 _TELLING_KEYS = {"use_bias"}  # ERNIE's
 # Keys that give the types of layers by a rule, and for each the key that gives them as a list. A rule means
 # nothing if the list is there.
@@ -206,7 +207,7 @@ def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     if key in _IDLE_KEYS:
         return True
     if key in _TELLING_KEYS:
-        return False
+        return family.own_keys is not None and key in family.own_keys.KEYS
     if key in _WINDOW_RULES and not _has_window(values):
         return True
     if key in _RULES:
