@@ -590,3 +590,15 @@ def test_factors_of_longrope_that_give_no_number_are_refused():
         values["rope_scaling"]["short_factor"] = [1.0, 2.0, number, 4.0]
         with pytest.raises(InputRefused, match=rf"rope_scaling.short_factor = .*: {said}"):
             LlamaConfig.from_hf(values)
+
+
+def test_an_original_length_outside_of_two_tables_is_not_read():
+    table = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    tables = {FULL_ATTENTION: table, SLIDING_ATTENTION: {"rope_type": "default"}}
+    config = _read(
+        model_type="gemma3_text",
+        max_position_embeddings=24,
+        original_max_position_embeddings=8,
+        rope_parameters=tables,
+    )
+    assert config.rope_scaling.original_max_position_embeddings == 24

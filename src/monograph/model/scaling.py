@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
 LONGROPE = "longrope"  # the rope_type of `LongScaling`
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,8 @@ def _read_two_tables(
     full_table.pop("truncate", None)
     sliding_table = _copy_table(tables, SLIDING_ATTENTION)
     default_theta = values["rope_theta"]
+    # With two tables, transformers reads the original length only from a table.
+    values = {key: value for key, value in values.items() if key != _ORIGINAL_LENGTH}
     if _read_scaling(sliding_table, values, rope_types) is not None:
         sliding_type = sliding_table.get("rope_type")
         raise InputRefused(
@@ -336,10 +339,9 @@ def _read_scaling(
         )
     # The original length outside of the table takes precedence over the one in the table. Without
     # either it is max_position_embeddings.
-    original = "original_max_position_embeddings"
-    if original in values:
-        table = {**table, original: values[original]}
-    table = {original: values["max_position_embeddings"], **table}
+    if _ORIGINAL_LENGTH in values:
+        table = {**table, _ORIGINAL_LENGTH: values[_ORIGINAL_LENGTH]}
+    table = {_ORIGINAL_LENGTH: values["max_position_embeddings"], **table}
     if name == "yarn":
         table = _complete_yarn(table)
     elif name == LONGROPE:

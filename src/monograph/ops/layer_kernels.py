@@ -678,8 +678,19 @@ _LARGE_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(registers=255)
 _LARGE_GATED_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(warps=8)
 
 
+# On cards of these compute capabilities, products with a bank of adapters may use all registers. By default,
+# the assembler would leave registers for more programs on a multiprocessor, and spill one or two.
+_SPILL_WITH_A_BANK = ((8, 0), (10, 0))
+
+
 def tile_of(
-    form: str, columns: int, is_gated: bool, tile_rows: int, dtype: torch.dtype, device: Any
+    form: str,
+    columns: int,
+    is_gated: bool,
+    tile_rows: int,
+    dtype: torch.dtype,
+    device: Any,
+    has_bank: bool = False,
 ) -> Tile:
     """Return the tile of a product.
 
@@ -693,7 +704,19 @@ def tile_of(
         tile_rows: the number of rows of the tile, used or not.
         dtype: the dtype of x.
         device: the card.
+        has_bank: whether a bank of adapters is added.
     """
+    tile = _tile_without_bank(form, columns, is_gated, tile_rows, dtype, device)
+    if has_bank and torch.cuda.get_device_capability(device) in _SPILL_WITH_A_BANK:
+        # The number of registers changes no bits.
+        return tile._replace(registers=255)
+    return tile
+
+
+def _tile_without_bank(
+    form: str, columns: int, is_gated: bool, tile_rows: int, dtype: torch.dtype, device: Any
+) -> Tile:
+    """Return the tile of a product without a bank of adapters; see `tile_of`."""
     card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
     has_less_memory = card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES
     if tile_rows > ROWS:
@@ -967,7 +990,9 @@ def _multiply_op(
             num_stages=2,
         )
     weights, scales, steps, means, tables = _grouped_by_tensor(stored, form)
-    tile = tile_of(form, sum(columns), bool(activation), tile_rows, x_BK.dtype, x_BK.device)
+    tile = tile_of(
+        form, sum(columns), bool(activation), tile_rows, x_BK.dtype, x_BK.device, has_bank
+    )
     column_tiles = sum(triton.cdiv(each, tile.columns) for each in columns)
     _multiply[(column_tiles, triton.cdiv(rows, tile_rows))](
         x_BK,
