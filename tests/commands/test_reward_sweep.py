@@ -125,7 +125,7 @@ def test_killed_while_answers_are_scored_and_gone_on_with(
     for name in ("base", "prompts.jsonl"):
         source = place / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
-    (tmp_path / "deadly.py").write_text(DEADLY.format(call=250))
+    (tmp_path / "deadly.py").write_text(DEADLY.format(call=350))
     typed = ["sweep", *over(SETTINGS, "rl.reward=deadly.py:score"), *AXES]
     command = server.start(tmp_path, *typed, "--out", "s", figures=0, at_once=1)
     assert command.wait().signal == signal.SIGKILL
