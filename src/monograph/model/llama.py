@@ -211,7 +211,7 @@ def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[Fe
 class Block(nn.Module):
     """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
-    The mixer is attention, a gated delta net or Mamba 2, and the mlp is a gated layer or a mixture of
+    The mixer is one of the kinds in `LAYER_TYPES`, and the mlp is a gated layer or a mixture of
     experts. In families without feed-forward layers (`Family.has_feed_forward`), a block is only the
     first of these sums. Each family has some of the four norms. s is config.residual_multiplier. Each
     block can be compiled by itself, or recomputed by itself in the backward pass.

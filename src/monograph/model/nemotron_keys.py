@@ -72,8 +72,8 @@ _LAYER_TYPES = {
 }
 _WORDS_IN_FILES = {MAMBA: "linear_attention", FULL_ATTENTION: FULL_ATTENTION, PLAIN_MLP: PLAIN_MLP}
 # The kinds of layers by the letters of a pattern. "E" is a mixture of experts.
-_LETTERS = {"M": MAMBA, "*": FULL_ATTENTION, "-": PLAIN_MLP, "E": "moe"}
 _MIXTURE = "moe"
+_LETTERS = {"M": MAMBA, "*": FULL_ATTENTION, "-": PLAIN_MLP, "E": _MIXTURE}
 
 
 def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:

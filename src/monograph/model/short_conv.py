@@ -46,8 +46,10 @@ _LLAMA_CPP_NAMES = {
     "out_proj.weight": "shortconv.out_proj.weight",
 }
 # What a block keeps per token for the backward pass, in multiples of the hidden size, without its
-# feed-forward layer: by whether it is captured.
-_KEPT_MULTIPLES = {True: 6.0, False: 10.0}
+# feed-forward layer, by traces of 4 shapes. An eager block that sees K positions keeps K more.
+_KEPT_CAPTURED = 8
+_KEPT_EAGER_FP32 = 11
+_KEPT_EAGER = 17  # below fp32, with the fp32 copies of norms
 
 
 class ShortConv(Mixer):
@@ -128,7 +130,10 @@ class ShortConv(Mixer):
     @classmethod
     def kept_numbers(cls, config: LlamaConfig, *, captured: bool, in_fp32: bool) -> float:
         """Return the numbers that a block keeps per token, without its feed-forward layer."""
-        return _KEPT_MULTIPLES[captured] * config.hidden_size
+        if captured:
+            return _KEPT_CAPTURED * config.hidden_size
+        kept = _KEPT_EAGER_FP32 if in_fp32 else _KEPT_EAGER
+        return (kept + config.conv_L_cache) * config.hidden_size
 
     @classmethod
     def require_llama_cpp(cls, config: LlamaConfig) -> None:

@@ -94,7 +94,8 @@ def save_whole(
 
     Raises:
         InputRefused: the original is damaged, its text model has another shape or tokenizer, its
-            weights are in MXFP4, or a weight is NaN, infinite or too large for the original's dtype.
+            weights are in MXFP4, or a weight that must be rounded is NaN, infinite or too large for the
+            original's dtype.
             Or `folder` is not empty, or cannot be written.
         DiskFull: there is no space left. Nothing of this export remains.
     """
