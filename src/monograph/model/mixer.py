@@ -2,8 +2,8 @@
 
 A block of the decoder has one mixer. The kinds of mixers are attention (`monograph.model.layers`),
 gated delta nets (`monograph.model.delta_net`), layers of Mamba 2 (`monograph.model.mamba`) and gated
-short convolutions (`monograph.model.short_conv`). In a family whose blocks have one layer each, a feed-
-forward layer (`monograph.model.plain_mlp`) may be in a mixer's place. Everything that differs between
+short convolutions (`monograph.model.short_conv`). In a family whose blocks have one layer each, a
+feed-forward layer (`monograph.model.plain_mlp`) may be in a mixer's place. Everything that differs between
 kinds is a method or an attribute of the kind's class, which `mixer_of` returns. The cache, the plan,
 the counts of FLOPs and the exports ask the class, so that no other code has to know which kinds there
 are.
