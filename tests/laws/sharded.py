@@ -265,15 +265,27 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "adapters in int8": (torch.float32, {}),
     "adapters in nf4": (torch.float32, {}),
     "balanced experts": (torch.float64, {}),
-    "packed mamba": (torch.float64, {}),
+    "packed granitemoehybrid": (torch.float64, {}),
+    "packed bamba": (torch.float64, {}),
+    "packed nemotron_h": (torch.float64, {}),
+    "packed lfm2": (torch.float64, {}),
+    "packed qwen3_5_text": (torch.float64, {}),
 }
 EXPERTS = {
     "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }  # fmt: skip
-MAMBA = {
-    "model_type": "granitemoehybrid", "layer_types": ("mamba", "full_attention"), "mamba_n_groups": 2,
-    "mamba_d_state": 8,
+# Of each kind of layer that carries a state along the row.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ("mamba", "full_attention"), "mamba_n_groups": 2, "mamba_d_state": 8,
+    },
+    "bamba": {"layer_types": ("mamba", "full_attention"), "mamba_d_state": 6},
+    "nemotron_h": {
+        "num_hidden_layers": 3, "layer_types": ("mamba", "mlp", "full_attention"), "mamba_d_state": 8,
+    },
+    "lfm2": {"layer_types": ("conv", "full_attention"), "conv_bias": True},
+    "qwen3_5_text": {"layer_types": ("linear_attention", "full_attention")},
 }  # fmt: skip
 
 
@@ -400,11 +412,12 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 def beside(name: str, dtype: torch.dtype) -> Any:
     sizes: dict[str, Any] = EXPERTS if "experts" in name else {}
-    if "mamba" in name:
-        sizes = MAMBA
+    family = name.removeprefix("packed ")
+    if family in RECURRENT:
+        sizes = {"model_type": family, **RECURRENT[family]}
     if "8 bits" in name:
         sizes = {"hidden_size": 40}  # rows end in the middle of blocks
-    made = model(dtype, True, **sizes)
+    made = model(dtype, family != "nemotron_h", **sizes)  # which has a head of its own
     if name.startswith("adapters"):
         base: Any = name.partition(" in ")[2] or "auto"
         adapt(made, Lora(rank=4, base=base, tokens=(3, 5), dora=base != "int8"), seed=0)
