@@ -37,6 +37,8 @@ from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import (
     LONGROPE,
+    QUERY_GROWTH,
+    GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -129,6 +131,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     mixed = "layer_types" in keys and (windowed or recurrent)
     all_kinds = [FULL_ATTENTION, others, *FAMILIES[family].more_layer_types]
     kinds = tuple(draw.choice(all_kinds) for _ in range(layers)) if mixed else ()
+    if FAMILIES[family].rotates_in_windows and set(kinds) == {FULL_ATTENTION}:
+        kinds = (SLIDING_ATTENTION, *kinds[1:])  # a model with a window has a layer that has it
     yarn = YarnScaling(
         4.0,
         draw.choice([1.0, 1.2]),
@@ -215,6 +219,18 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         pad_token_id=draw.choice([None, 0, 5]),
         eos_token_id=(2, 5),
     )
+    if QUERY_GROWTH in keys and draw.random() < 0.7:
+        growing = GrowingYarnScaling(
+            4.0,
+            draw.choice([1.0, 1.2]),
+            64,
+            draw.choice([4.0, 32.0]),
+            draw.choice([0.5, 1.0]),
+            draw.random() < 0.5,
+            llama_4_scaling_beta=draw.choice([0.1, 0.5]),
+            max_position_embeddings=128,
+        )
+        return replace(config, rope_scaling=growing)
     if not longs or draw.random() < 0.5:
         return config
     factors = tuple(draw.uniform(1, 4) for _ in range(config.rotary_dim // 2))

@@ -20,6 +20,8 @@ BEGIN = "<!-- made by docs/make_models.py -->"
 NAMES = {
     "llama": "Llama 2, 3, 3.1, 3.2 1B and 3B, 3.3; TinyLlama; SmolLM 1 and 2; R1-Distill-Llama",
     "mistral": "Mistral 7B, Mistral Nemo",
+    "ministral3": "text models that were saved alone, as exports are",
+    "mistral3": "Ministral 3: 3B, 8B and 14B in bf16; Mistral Small 3.1 and 3.2",
     "qwen2": "Qwen 1.5, 2 and 2.5, also Coder and Math; R1-Distill-Qwen",
     "qwen3": "Qwen 3 from 0.6B to 32B",
     "olmo2": "OLMo 2",
@@ -41,6 +43,8 @@ NAMES = {
     "glm": "GLM-4 9B as `glm-4-9b-chat-hf`, GLM-Edge 1.5B and 4B",
     "glm4": "GLM-4-0414, GLM-Z1 and Rumination: 9B and 32B",
     "ernie4_5": "ERNIE 4.5 0.3B",
+    "exaone4": "EXAONE 4.0: 1.2B and 32B",
+    "helium": "Helium 1: 2B",
     "gemma": "Gemma 1 and 1.1, CodeGemma: 2B and 7B",
     "bamba": "Bamba 9B, versions 1 and 2",
     "lfm2": "LFM2 and LFM2.5 without experts, such as 350M, 700M, 1.2B and 2.6B",

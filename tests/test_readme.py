@@ -618,13 +618,17 @@ def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:
 
 
 def test_the_table_of_models_has_each_type_that_loads() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     made = script("docs/make_models.py")
     assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
         "run: python docs/make_models.py"
     )
-    assert {each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if made.loads(each)} == {*made.NAMES}
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    assert {each for each in known if made.loads(each)} == {*made.NAMES}
 
 
 def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

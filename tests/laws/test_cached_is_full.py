@@ -81,6 +81,9 @@ SHAPES = {
         "mamba_n_groups": 2, "mamba_d_state": 6, "time_step_min": 0.3,
     },
     "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
+    "exaone4": {
+        "model_type": "exaone4", "sliding_window": 5, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
+    },
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ from monograph.model.layer_types import (
 )
 from monograph.model.llama import Llama
 from monograph.model.scaling import (
+    GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -64,6 +65,14 @@ SIZES = {
 SHAPES = {
     "llama": {"attention_bias": True, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32), "rope_theta": 5e5},
     "mistral": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 256},
+    "ministral3": {
+        "head_dim": 32, "rope_theta": 1e6,
+        "rope_scaling": GrowingYarnScaling(
+            4.0, 1.0, 256, 16.0, 2.0, llama_4_scaling_beta=0.1, max_position_embeddings=1024
+        ),
+    },
+    "exaone4": {"rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32), "tie_word_embeddings": True},
+    "helium": {"attention_bias": True, "rope_theta": 1e5, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32)},
     "qwen2": {"rope_scaling": LinearScaling(2.0), "rms_norm_eps": 1e-6},
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "olmo2": {"rope_theta": 5e5, "rope_scaling": LinearScaling(2.0)},

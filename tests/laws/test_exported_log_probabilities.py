@@ -47,6 +47,7 @@ from monograph.model.layer_types import (
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
+    GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -76,6 +77,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5, "rms_norm_eps": 1e-5, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192),
     },
     "mistral": {"rms_norm_eps": 1e-5},  # Nemo
+    "ministral3": {  # Ministral 3 3B
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_scaling": GrowingYarnScaling(
+            16.0, 1.0, 4096, llama_4_scaling_beta=0.1, max_position_embeddings=65_536
+        ),
+    },
+    "helium": {"hidden_size": 512, "num_key_value_heads": 2, "rms_norm_eps": 1e-8, "rope_theta": 1e5},  # Helium 1 2B
+    "exaone4": {  # EXAONE 4.0 1.2B
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": None, "layer_types": (),
+        "rope_scaling": Llama3Scaling(16.0, 1.0, 4.0, 8192),
+    },
     "qwen2": {  # Qwen 2.5 0.5B
         "hidden_size": 448, "num_attention_heads": 7, "head_dim": 64, "tie_word_embeddings": True,
     },
@@ -368,6 +380,8 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
             else FULL_ATTENTION
             for layer in range(layers)
         )
+    if its.rotates_in_windows and draw.random() < 0.8:
+        sizes |= {"layer_types": (), "sliding_window": None}
     if "no_rope_layers" in its.optional_keys:
         layers = sizes["num_hidden_layers"] = draw.choice([1, 3, 4, 5])
         sizes["no_rope_layers"] = tuple(
@@ -465,7 +479,7 @@ def test_any_file_that_is_written_is_loaded(
     with closing(Apart()) as client:
         for seed in range(EACH):
             draw, config = random.Random(f"{family} {seed}"), None
-            while config is None:
+            while config is None or config.max_position_embeddings <= BEGINNING:
                 config = any_config(family, draw, of_file=seed % 4 == 0)
             model = model_of(config, seed)
             dtype = draw.choice(["f32", "f32", "f32", *DTYPES])

@@ -74,6 +74,9 @@ FAMILIES = {
         mamba_n_groups=2, mamba_d_state=6, time_step_min=0.01,
     ),
     "lfm2": replace(CONFIG, model_type="lfm2", layer_types=("conv", "full_attention"), conv_L_cache=4),
+    "exaone4": replace(
+        CONFIG, model_type="exaone4", sliding_window=5, layer_types=("sliding_attention", "full_attention")
+    ),
     "glm4": replace(CONFIG, model_type="glm4", partial_rotary_factor=0.5, attention_bias=True),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from monograph.model.families import DEFAULT_FAMILY, FAMILIES
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
-from monograph.model.scaling import LONGROPE
+from monograph.model.scaling import LONGROPE, QUERY_GROWTH
 
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
@@ -66,6 +66,9 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         ]
     if LONGROPE in its.rope_types:
         tables = [_long_rope(draw), _long_rope(draw)]
+    if QUERY_GROWTH in its.optional_keys:
+        tables = [_growing_rope(draw), _growing_rope(draw)]
+    has_own_tables = LONGROPE in its.rope_types or QUERY_GROWTH in its.optional_keys
     kinds = [draw.choice([FULL_ATTENTION, its.other_layer_type]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
@@ -91,7 +94,7 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "rope_scaling": [
             None,
             {},
-            *(tables if LONGROPE in its.rope_types else [_rope(draw), _rope(draw)]),
+            *(tables if has_own_tables else [_rope(draw), _rope(draw)]),
         ],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],
@@ -188,6 +191,12 @@ def _rope(draw) -> dict:
     wanted = {"factor", "low_freq_factor", "high_freq_factor"} if kind != "default" else set()
     table = {key: value for key, value in table.items() if key in wanted or draw.random() < 0.3}
     return {draw.choice(["rope_type", "rope_type", "type"]): kind, **table}
+
+
+def _growing_rope(draw) -> dict:
+    """A Ministral 3's table; its queries grow within the texts that are compared in none."""
+    growth = {QUERY_GROWTH: draw.choice([0, 0.1, 0.1]), "original_max_position_embeddings": LENGTH}
+    return {**_rope(draw), **growth}
 
 
 def _long_rope(draw) -> dict:

@@ -12,6 +12,8 @@ from monograph.model.layer_types import FULL_ATTENTION
 from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.scaling import (
     LONGROPE,
+    QUERY_GROWTH,
+    GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -123,6 +125,7 @@ OPTIONAL = {
 NOT_IN_SMALL = {
     "layer_types",
     "linear_value_head_dim",
+    "llama_4_scaling_beta",
     "num_local_experts",
     "output_router_logits",
     "rope_local_base_freq",
@@ -149,6 +152,10 @@ def mixed(place: int, family: str) -> dict:
         # Half of its rotary pairs and factors for each of them.
         keys |= {"partial_rotary_factor": 0.75, "head_dim": 8}
         keys["rope_scaling"] = LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024)
+    elif QUERY_GROWTH in its.optional_keys:
+        keys["rope_scaling"] = GrowingYarnScaling(
+            4.0, 1.0, 64, llama_4_scaling_beta=0.3, max_position_embeddings=256
+        )
     elif not its.never_rotates:
         keys["rope_scaling"] = SCALINGS[place % len(SCALINGS)]
     if its.head_dim_is_derived:

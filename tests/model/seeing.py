@@ -25,6 +25,7 @@ SIGLIP = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+PIXTRAL = SIGLIP | {"image_size": 16, "patch_size": 4, "head_dim": 8}
 MODELS = {
     "qwen3_5": (HYBRID, SEEING, ["model.visual."]),
     "qwen3_5_moe": (HYBRID | EXPERTS, SEEING, ["model.visual."]),
@@ -32,13 +33,16 @@ MODELS = {
         SMALL | {"sliding_window": 8}, SIGLIP | {"image_size": 16, "patch_size": 4},
         ["multi_modal_projector.", "vision_tower."],
     ),
+    "mistral3": (
+        SMALL | {"model_type": "ministral3"}, PIXTRAL, ["multi_modal_projector.", "vision_tower."],
+    ),
 }  # fmt: skip
 
 
-def seeing(kind: str, **sizes: int) -> Any:
-    """A model of a kind, ready to be evaluated; sizes of its text model may be others."""
+def seeing(kind: str, **keys: Any) -> Any:
+    """A model of a kind, ready to be evaluated; keys of its text model may have other values."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text, vision, _ = MODELS[kind]
-    config = AutoConfig.for_model(kind, text_config=text | sizes, vision_config=vision)
+    config = AutoConfig.for_model(kind, text_config=text | keys, vision_config=vision)
     return AutoModelForImageTextToText.from_config(config).eval()

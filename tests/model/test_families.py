@@ -20,7 +20,7 @@ from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
-from monograph.model.layer_types import FULL_ATTENTION
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.parameters import axis_keys, parameter_shapes
 from monograph.model.scaling import LONGROPE, LongScaling
@@ -78,6 +78,9 @@ def configs(draw, family, least=2):
     # A norm after the feed-forward layer makes its rounding large if few channels leave little of it.
     narrowest = max(5, least) if FAMILIES[family].norm_names.after_mlp else 5
     unit = key_value * group * (1 + whole)  # heads that fill the width must be even
+    layer_types = tuple(draw(kinds)) if recurrent or (windowed and "layer_types" in keys) else ()
+    if FAMILIES[family].rotates_in_windows and set(layer_types) == {FULL_ATTENTION}:
+        layer_types = (SLIDING_ATTENTION, *layer_types[1:])
     config = LlamaConfig(
         model_type=family,
         vocab_size=draw(st.integers(3, 50)),
@@ -95,7 +98,7 @@ def configs(draw, family, least=2):
         tie_word_embeddings=FAMILIES[family].may_tie and draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
-        layer_types=tuple(draw(kinds)) if recurrent or (windowed and "layer_types" in keys) else (),
+        layer_types=layer_types,
         **sizes if linear else {},
         no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers)))
         if "no_rope_layers" in keys

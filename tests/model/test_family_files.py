@@ -124,6 +124,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     sizes = {**HF, **heads, "num_hidden_layers": 2}
     if family == "nemotron_h":  # its default has mixtures
         sizes["layers_block_type"] = ["full_attention", "mlp"]
+    if family == "helium":  # transformers computes only heads that fill the width
+        sizes |= {"head_dim": 4, "num_key_value_heads": 32}
     ours = LlamaConfig.from_hf({**sizes, "model_type": family})
     theirs = AutoConfig.for_model(family, **sizes)
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -133,6 +135,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
         if key == "attention_dropout" and family in ("lfm2", "ernie4_5"):
             continue  # these have none
         expected = getattr(theirs, name_there)
+        if (family, key) == ("ministral3", "max_position_embeddings"):
+            expected = theirs.rope_parameters["original_max_position_embeddings"]
         expected = tuple(expected) if isinstance(expected, list) else expected
         assert getattr(ours, key) == expected, key
     assert ours.head_dim == getattr(theirs, "head_dim", 4)
@@ -155,7 +159,44 @@ def test_config_json_goes_both_ways(family):
         and "layer_types" in FAMILIES[family].optional_keys
     ):
         without = replace(config, sliding_window=None, layer_types=())
+        if FAMILIES[family].rotates_in_windows:
+            with pytest.raises(InputRefused, match="sliding_window = 9: no layer has a window"):
+                replace(config, sliding_window=9, layer_types=(FULL_ATTENTION,) * 3)
+            return
         assert replace(config, sliding_window=9, layer_types=(FULL_ATTENTION,) * 3) == without
+
+
+def test_layers_of_an_exaone_rotate_in_windows_alone_or_all():
+    sizes = {**SMALL, "model_type": "exaone4", "num_hidden_layers": 4}
+    without = LlamaConfig(**sizes)
+    assert [without.rotates(layer) for layer in range(4)] == [True] * 4
+    default = _read(model_type="exaone4")
+    assert default.sliding_window == 4096
+    assert [default.rotates(layer) for layer in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("growth", "said"),
+    [
+        ({}, "rope_parameters.llama_4_scaling_beta is missing"),
+        ({"llama_4_scaling_beta": -0.1}, "llama_4_scaling_beta = -0.1: expected"),
+        ({"llama_4_scaling_beta": True}, "llama_4_scaling_beta = True"),
+        ({"llama_4_scaling_beta": 0.1, "rope_type": "default"}, "only with rope_type = 'yarn'"),
+    ],
+)
+def test_a_growth_of_queries_that_cannot_be_computed_is_refused(growth, said):
+    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **growth}
+    with pytest.raises(InputRefused, match=said):
+        _read(model_type="ministral3", rope_parameters=table)
+
+
+def test_a_ministral_computes_no_text_in_which_queries_have_grown():
+    config = LlamaConfig(model_type="ministral3", **SMALL | MIXED["ministral3"])
+    long = LlamaConfig.from_hf(config.to_hf() | {"max_position_embeddings": 256})
+    assert long.max_position_embeddings == 64 and long.to_hf()["max_position_embeddings"] == 256
+    model = Llama(long, 0)
+    with pytest.raises(InputRefused, match="longer than the model's max_position_embeddings = 64"):
+        model(torch.zeros(1, 65, dtype=torch.long))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,18 @@ def test_its_text_model_is_loaded_and_exported_alone(tmp_path, kind):
     )
 
 
+@pytest.mark.parametrize("text", ["mistral", "ministral3"])
+def test_a_mistral_that_sees_has_one_of_two_text_models(tmp_path, text):
+    theirs = seeing("mistral3", model_type=text)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits
+        assert relative_error(ours.logits(ours(tokens)), expected) < 1e-5
+    assert ours.config.model_type == text
+
+
 @pytest.mark.parametrize("text", [None, "words", {"model_type": "qwen3"}])
 def test_a_folder_without_its_text_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(

@@ -337,6 +337,12 @@ class LlamaConfig:
             raise InputRefused(
                 f"layer_types has {SLIDING_ATTENTION!r}, but no sliding_window is set"
             )
+        has_windows = not self.layer_types or SLIDING_ATTENTION in self.layer_types
+        if self.family.rotates_in_windows and self.sliding_window is not None and not has_windows:
+            raise InputRefused(
+                f"sliding_window = {self.sliding_window}: no layer has a window, so none would rotate "
+                "queries and keys, which is not supported; write sliding_window = null"
+            )
         rotations = list(self.no_rope_layers)
         are_flags = all(value in (0, 1) for value in rotations)
         if rotations and not (len(rotations) == layers and are_flags):
@@ -491,7 +497,7 @@ class LlamaConfig:
         rope = scaling.from_hf(
             values, family.default_local_theta, family.optional_keys, family.rope_types
         )
-        if isinstance(rope.scaling, scaling.LongScaling):
+        if isinstance(rope.scaling, scaling.LongScaling | scaling.GrowingYarnScaling):
             config_fields["max_position_embeddings"] = rope.scaling.longest
         config_fields["rope_theta"] = rope.theta
         config_fields["rope_scaling"] = rope.scaling
@@ -525,7 +531,8 @@ class LlamaConfig:
             if not types:
                 types = [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_windows]
             values["layer_types"] = types
-        if family.full_attention_every and "sliding_window" in family.optional_keys:
+        has_rule = family.full_attention_every and "sliding_window" in family.optional_keys
+        if has_rule and not family.rotates_in_windows:
             # transformers does not allow sliding_window = null in these families.
             values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
         if "sliding_window" in family.optional_keys and "layer_types" in family.optional_keys:
@@ -612,6 +619,8 @@ class LlamaConfig:
             return False
         if self.position_embedding_type == "nope":
             return False
+        if self.family.rotates_in_windows and self.sliding_window is not None:
+            return self.window(layer) is not None
         return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 
     @property

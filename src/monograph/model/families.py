@@ -24,7 +24,7 @@ from monograph.model.layer_types import (
     SLIDING_ATTENTION,
     LayerType,
 )
-from monograph.model.scaling import LONGROPE, Llama3Scaling
+from monograph.model.scaling import LONGROPE, QUERY_GROWTH, Llama3Scaling
 
 
 class NormNames(NamedTuple):
@@ -60,6 +60,10 @@ class LlamaCppSupport(NamedTuple):
             embedding.
         needs_tied_head: whether a file must not have an output head, because llama.cpp uses the
             embedding as the head.
+        layers_with_windows: the number of layers of the only models in which llama.cpp computes windows;
+            0: any number.
+        reads_yarn_keys: whether llama.cpp reads from the file how YaRN scales scores, and where it
+            begins and ends to stretch wavelengths.
         local_rope_theta: the base of rotary positions in layers with a window; None: they have the
             base of the other layers.
         computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
@@ -87,6 +91,8 @@ class LlamaCppSupport(NamedTuple):
     head_dim_is_derived: bool = False
     needs_output_head: bool = False
     needs_tied_head: bool = False
+    layers_with_windows: int = 0
+    reads_yarn_keys: bool = False
     local_rope_theta: float | None = None
     computes_attention_bias: bool = False
     norm_before_mlp: str = "ffn_norm"
@@ -127,6 +133,8 @@ class Family(NamedTuple):
             `other_layer_type`.
         has_feed_forward: whether a block has a feed-forward layer after its first layer.
         never_rotates: whether no layer of any model rotates queries and keys.
+        rotates_in_windows: whether only layers with the window rotate queries and keys, in a model that
+            has a sliding_window. In a model without one all layers do.
         may_tie: whether the output head may be the embedding matrix.
         trains_padding: whether the embedding row of pad_token_id gets a gradient from look-ups.
         any_mamba_width: whether the heads of a layer of Mamba 2 may together have any width. If not,
@@ -192,6 +200,7 @@ class Family(NamedTuple):
     more_layer_types: tuple[str, ...] = ()
     has_feed_forward: bool = True
     never_rotates: bool = False
+    rotates_in_windows: bool = False
     may_tie: bool = True
     trains_padding: bool = False
     any_mamba_width: bool = False
@@ -878,6 +887,65 @@ FAMILIES: dict[str, Family] = {
         may_have_mtp_layers=True,
         llama_cpp=LlamaCppSupport("nemotron_h", kv_heads_by_layer=True, needs_layer_norm_eps=True),
         own_keys=nemotron_keys,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        ("sliding_window", QUERY_GROWTH),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                QUERY_GROWTH: 0.1,
+            },
+            "pad_token_id": 11,
+            **_LLAMA_BOS_AND_EOS,
+        },
+        llama_cpp=LlamaCppSupport("mistral3", interleaved_rotary=True, reads_yarn_keys=True),
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        ("attention_bias",),
+        {
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
+            "pad_token_id": 3,
+            **_LLAMA_BOS_AND_EOS,
+        },
+        output_bias=False,
+        interleaved_rotary=True,
+        only_default_keys=("mlp_bias",),
+        head_dim_is_derived=True,
+        llama_cpp=_LLAMA_IN_LLAMA_CPP,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        ("sliding_window", "layer_types", "sliding_window_pattern"),
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        qk_norm="heads",
+        norm_names=_NORMS_AFTER_BRANCHES,
+        rotates_in_windows=True,
+        full_attention_every=4,
+        llama_cpp=LlamaCppSupport(
+            "exaone4", reads_rope_divisors=True, head_dim_is_derived=True, layers_with_windows=64
+        ),
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it

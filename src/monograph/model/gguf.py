@@ -41,6 +41,7 @@ from monograph.model.llama import Llama, feed_forward_of_family, kinds_of_family
 from monograph.model.mixer import USE_HF, Mixer, mixer_of, mixers_of_family
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
+    GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -301,6 +302,10 @@ def _check_score_scale(config: LlamaConfig) -> None:
         beta_slow=1.0,
         truncate=accepted_truncate,
     )
+    if llama_cpp_support(config).reads_yarn_keys:
+        accepted = replace(scaling, truncate=True)
+        if scaling.attention_factor != 1:
+            accepted = replace(accepted, attention_factor=default_factor)
     if scaling != accepted:
         raise InputRefused(
             f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
@@ -331,6 +336,12 @@ def _check_windows(config: LlamaConfig) -> None:
     """
     window = config.sliding_window
     every = config.family.full_attention_every
+    only_with = llama_cpp_support(config).layers_with_windows
+    if only_with and (window is not None) != (config.num_hidden_layers == only_with):
+        raise InputRefused(
+            f"sliding_window = {window}: llama.cpp computes windows in a {config.model_type} of {only_with} layers, "
+            f"and only in such a one{USE_HF}"
+        )
     if window is None:
         return
     if not every:
@@ -357,10 +368,10 @@ def _check_windows(config: LlamaConfig) -> None:
 def _context_length(config: LlamaConfig) -> int:
     """Return the number of tokens of the longest text that a file says the model can compute.
 
-    With LongRoPE this may be more than this package computes, which is `LongScaling.longest`: llama.cpp
-    also uses long_factor, which is for longer texts.
+    This may be more than this package computes, because llama.cpp uses LongRoPE's long_factor for longer
+    texts, and lets queries grow in them (`LongScaling.longest`, `GrowingYarnScaling.longest`).
     """
-    if isinstance(config.rope_scaling, LongScaling):
+    if isinstance(config.rope_scaling, LongScaling | GrowingYarnScaling):
         return config.rope_scaling.max_position_embeddings
     return config.max_position_embeddings
 
@@ -399,6 +410,13 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+        if llama_cpp.reads_yarn_keys:
+            writer.add_rope_scaling_yarn_beta_fast(config.rope_scaling.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(config.rope_scaling.beta_slow)
+            # The factor of scores is a quotient with this number as `mscale_all_dim`: 1 for 1.
+            writer.add_rope_scaling_yarn_log_mul(float(config.rope_scaling.attention_factor == 1))
+    if isinstance(config.rope_scaling, GrowingYarnScaling):
+        writer.add_attn_temperature_scale(config.rope_scaling.llama_4_scaling_beta)
     if isinstance(config.rope_scaling, LongScaling):
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)

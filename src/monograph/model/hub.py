@@ -57,13 +57,14 @@ class _Wrapper(NamedTuple):
     """A kind of model that contains a text model, such as one that also sees pictures.
 
     Attributes:
-        text_type: the text model's model_type.
+        text_type: the text model's model_type if the config.json does not say it.
         prefixes: {prefix of the names of the text model's tensors in this folder: the prefix that
             replaces it in the folder of a text model alone}.
         other_prefixes: prefixes of the names of all other tensors.
         defaults: transformers' defaults for keys that the folder of a text model must have.
         tie_word_embeddings: transformers' default for this key, which is read from the top of the
             config.json.
+        other_text_types: the other model_types that the text model may have.
     """
 
     text_type: str
@@ -71,29 +72,40 @@ class _Wrapper(NamedTuple):
     other_prefixes: tuple[str, ...]
     defaults: Mapping[str, int] = {}
     tie_word_embeddings: bool = False
+    other_text_types: tuple[str, ...] = ()
 
 
 _QWEN_PREFIXES = {"model.language_model.": "model."}
 _QWEN_OTHER_PREFIXES = ("model.visual.",)
+# Those of Gemma 3 and Mistral 3, which transformers has renamed in its version 5.
+_LLAVA_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_LLAVA_OTHER_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 # By the model_type of the whole model.
 _WRAPPERS = {
     "qwen3_5": _Wrapper("qwen3_5_text", _QWEN_PREFIXES, _QWEN_OTHER_PREFIXES),
     "qwen3_5_moe": _Wrapper("qwen3_5_moe_text", _QWEN_PREFIXES, _QWEN_OTHER_PREFIXES),
     "gemma3": _Wrapper(
         "gemma3_text",
-        {
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
-        (
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
+        _LLAVA_PREFIXES,
+        _LLAVA_OTHER_PREFIXES,
         {"vocab_size": 262_208, "hidden_size": 2304, "num_attention_heads": 8},
         tie_word_embeddings=True,
+    ),
+    "mistral3": _Wrapper(
+        "mistral",
+        _LLAVA_PREFIXES,
+        _LLAVA_OTHER_PREFIXES,
+        tie_word_embeddings=True,
+        other_text_types=("ministral3",),
     ),
 }
 # The prefix of layers for multi-token prediction, in families that have such layers.
@@ -101,7 +113,9 @@ MTP_PREFIX = "mtp."
 
 
 def text_model_type(model_type: str) -> str:
-    """Return the model_type of the text model in a model of this type; both may be the same."""
+    """Return the model_type that the text model in a model of this type has unless its config.json says
+    another one; both may be the same.
+    """
     wrapper = _WRAPPERS.get(model_type)
     return model_type if wrapper is None else wrapper.text_type
 
@@ -127,19 +141,18 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if wrapper is None:
         return values
     inner = values.get("text_config")
-    if (
-        not isinstance(inner, dict)
-        or inner.get("model_type", wrapper.text_type) != wrapper.text_type
-    ):
+    text_types = (wrapper.text_type, *wrapper.other_text_types)
+    if not isinstance(inner, dict) or inner.get("model_type", wrapper.text_type) not in text_types:
+        expected = " or ".join(map(repr, text_types))
         raise InputRefused(
-            f"text_config = {inner!r}: expected a table with model_type = {wrapper.text_type!r}"
+            f"text_config = {inner!r}: expected a table with model_type = {expected}"
         )
     is_tied = values.get("tie_word_embeddings", wrapper.tie_word_embeddings)
     if is_tied is None:
         raise InputRefused("tie_word_embeddings = null: expected true or false")
     outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
     text_values = {**wrapper.defaults, **inner, **outer}
-    text_values["model_type"] = wrapper.text_type
+    text_values["model_type"] = inner.get("model_type", wrapper.text_type)
     text_values["tie_word_embeddings"] = is_tied
     return text_values
 

@@ -25,14 +25,10 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, SUPPORTED_VALUES, Family, keys_in_files
 from monograph.model.layer_keys import layer_count
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.scaling import QUERY_GROWTH
 
-# What differs in models whose keys and tensors may be those of a family.
-_HIDDEN_DIFFERENCES = {
-    "exaone4": "its layers without a window do not rotate queries and keys",
-    "helium": "it rotates neighbouring channels of a head",
-}
 # The families of which no key tells all that differs from others. Such parts are taken to be off.
-HIDDEN_FAMILIES = {"ernie4_5", "gemma", "glm", "glm4"}
+HIDDEN_FAMILIES = {"ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"}
 # Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
 # and settings of generation and classification.
 _IDLE_KEYS = {
@@ -82,7 +78,7 @@ _WINDOW_RULES = ("max_window_layers", "sliding_window_pattern")
 # Parts that are off if their key is null, false or an empty list.
 _OFF_IF_FALSE = {"attention_bias", "clip_qkv", "mlp_only_layers", "sliding_window"}
 _ROTARY_TABLES = ("rope_parameters", "rope_scaling")
-# The keys of a table of rotary positions.
+# The keys of a table of rotary positions that all families read.
 _ROTARY_KEYS = {
     "attention_factor",
     "beta_fast",
@@ -140,10 +136,6 @@ def find_nearest(
             the tensor that differs.
     """
     model_type = values["model_type"]
-    if model_type in _HIDDEN_DIFFERENCES:
-        raise InputRefused(
-            f"model_type = {model_type!r} is not supported: {_HIDDEN_DIFFERENCES[model_type]}"
-        )
     # The nearest family is the one that leaves the fewest keys unread. The error tells only its fault.
     fewest_not_read = len(values) + 1
     fault = ""
@@ -184,10 +176,11 @@ def _not_understood(key: str, values: Mapping[str, Any], family: Family) -> list
     for name, entry in value.items():
         if isinstance(entry, dict):
             tables[f"{key}.{name}"] = entry
+    read = _ROTARY_KEYS | ({QUERY_GROWTH} & {*family.optional_keys})
     not_read = []
     for place, table in tables.items():
         for name, entry in table.items():
-            if name not in _ROTARY_KEYS and not isinstance(entry, dict):
+            if name not in read and not isinstance(entry, dict):
                 not_read.append(_shown(f"{place}.{name}", entry))
     return not_read
 

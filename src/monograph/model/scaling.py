@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
 LONGROPE = "longrope"  # the rope_type of `LongScaling`
+# The key of a table of rotary positions that says how queries grow (`GrowingYarnScaling`).
+QUERY_GROWTH = "llama_4_scaling_beta"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -123,6 +125,38 @@ class YarnScaling:
         return 0.1 * mscale * math.log(factor) + 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrowingYarnScaling(YarnScaling):
+    """YaRN with queries that grow with their positions, as in Ministral 3.
+
+    A query at position p is multiplied by
+
+        1 + llama_4_scaling_beta ln(1 + floor(p / L)),   L = original_max_position_embeddings.
+
+    This package computes only texts of up to L tokens, in which all these factors are 1. So it never
+    uses `llama_4_scaling_beta`, and keeps it only for exports.
+
+    Source: modeling_ministral3.py of transformers 5.23.
+
+    Attributes:
+        llama_4_scaling_beta: how fast queries grow, above 0.
+        max_position_embeddings: longest text with growing queries, tokens.
+    """
+
+    llama_4_scaling_beta: float
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive_number("rope_scaling.llama_4_scaling_beta", self.llama_4_scaling_beta)
+        check_positive_integer("max_position_embeddings", self.max_position_embeddings)
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest text that this package computes, tokens."""
+        return min(self.original_max_position_embeddings, self.max_position_embeddings)
+
+
 @dataclass(frozen=True)
 class LongScaling:
     """LongRoPE: each wavelength has its own factor.
@@ -191,6 +225,8 @@ _SCALING_CLASSES: dict[str, type[Scaling]] = {
 
 def rope_type(scaling: Scaling) -> str:
     """Return transformers' name of a scaling, the value of its `rope_type`."""
+    if isinstance(scaling, YarnScaling):  # queries may grow in addition
+        return "yarn"
     return next(
         name for name, scaling_class in _SCALING_CLASSES.items() if type(scaling) is scaling_class
     )
@@ -257,7 +293,37 @@ def from_hf(
         partial_rotary_factor = 1.0
     theta = table.get("rope_theta", values.get("rope_theta", 10_000.0))
     scaling = _read_scaling(table, values, rope_types)
+    if QUERY_GROWTH in keys:
+        scaling = _with_query_growth(scaling, table, values["max_position_embeddings"])
     return Rope(theta, scaling, partial_rotary_factor=partial_rotary_factor)
+
+
+def _with_query_growth(
+    scaling: Scaling | None, table: Mapping[str, Any], max_length: int
+) -> Scaling | None:
+    """Return the scaling of a family whose queries grow with their positions.
+
+    Args:
+        scaling: the scaling that the table states besides this growth.
+        table: the table of rotary positions.
+        max_length: the file's max_position_embeddings.
+
+    Raises:
+        InputRefused: the table has no `QUERY_GROWTH`, which transformers needs, or the growth has
+            another scaling than YaRN.
+    """
+    growth = table.get(QUERY_GROWTH)
+    if growth is None:
+        raise InputRefused(f"rope_parameters.{QUERY_GROWTH} is missing: expected a number, or 0")
+    if growth == 0 and not isinstance(growth, bool):
+        return scaling
+    if not isinstance(scaling, YarnScaling):
+        raise InputRefused(
+            f"rope_parameters.{QUERY_GROWTH} = {growth!r} is supported only with rope_type = 'yarn'"
+        )
+    return GrowingYarnScaling(
+        **asdict(scaling), llama_4_scaling_beta=growth, max_position_embeddings=max_length
+    )
 
 
 def _read_two_tables(
@@ -413,6 +479,8 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     values = dict[str, Any]()
     if isinstance(scaling, LongScaling):
         values = _long_to_hf(scaling)
+    elif QUERY_GROWTH in config.family.optional_keys:
+        values = _growing_to_hf(config)
     elif scaling is not None:
         values["rope_scaling"] = {"rope_type": rope_type(scaling), **asdict(scaling)}
     elif "rope_parameters" in config.family.defaults:
@@ -426,6 +494,27 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         }
         values["rope_local_base_freq"] = local_theta
     return values
+
+
+def _growing_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the keys that state rotary positions in a family whose queries grow with their positions.
+
+    transformers reads the growth and the original length from `rope_parameters` with any rope_type.
+    """
+    scaling = config.rope_scaling
+    table: dict[str, Any] = {
+        "rope_type": "default",
+        QUERY_GROWTH: 0.0,
+        _ORIGINAL_LENGTH: config.max_position_embeddings,
+    }
+    if scaling is not None:
+        table |= {**asdict(scaling), "rope_type": rope_type(scaling)}
+    longest = table.pop("max_position_embeddings", config.max_position_embeddings)
+    return {
+        "rope_parameters": {**table, "rope_theta": config.rope_theta},
+        "rope_scaling": None,  # transformers would prefer this table, without the growth
+        "max_position_embeddings": longest,
+    }
 
 
 def _long_to_hf(scaling: LongScaling) -> dict[str, Any]:
