@@ -35,6 +35,7 @@ from monograph.model.feed_forward import FeedForward
 from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
+from monograph.ops.logit_cap import cap_of
 from monograph.optim import Optimizer
 from monograph.predict.fake_members import members_like
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySample
@@ -605,7 +606,12 @@ def _answer_loss(device_type: str) -> Loss:
         targets_N = batch["targets"].flatten()
         chunks = chunk_count(len(targets_N), len(head.weight), device_type)
         logs_N = token_log_probabilities(
-            hidden_ND, head.weight, targets_N, rows=trained_rows(head), chunks=chunks
+            hidden_ND,
+            head.weight,
+            targets_N,
+            rows=trained_rows(head),
+            chunks=chunks,
+            cap=cap_of(head),
         )
         return -logs_N.sum(), (targets_N >= 0).sum()
 
