@@ -124,6 +124,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     sizes = {**HF, **heads, "num_hidden_layers": 2}
     if family == "nemotron_h":  # its default has mixtures
         sizes["layers_block_type"] = ["full_attention", "mlp"]
+    if family == "gemma4_text":  # its default has embeddings of each layer
+        sizes["hidden_size_per_layer_input"] = 0
     ours = LlamaConfig.from_hf({**sizes, "model_type": family})
     theirs = AutoConfig.for_model(family, **sizes)
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -135,7 +137,11 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
         expected = getattr(theirs, name_there)
         expected = tuple(expected) if isinstance(expected, list) else expected
         assert getattr(ours, key) == expected, key
-    assert ours.head_dim == getattr(theirs, "head_dim", 4)
+    if family == "gemma4_text":
+        heads = [theirs.per_layer_config[layer].head_dim for layer in (0, 1)]
+        assert [ours.of_layer(layer).head_dim for layer in (0, 1)] == heads == [256, 512]
+    else:
+        assert ours.head_dim == getattr(theirs, "head_dim", 4)
     assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
     if FAMILIES[family].never_rotates:
         return

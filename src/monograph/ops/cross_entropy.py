@@ -312,7 +312,8 @@ def _traced_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and their gradient by the logits [C, V], in the dtype of `hidden_CD`.
 
-    The gradient is softmax - onehot, with a cap times the cap's slope. Nothing is written in place, so that a compiler can fuse the operations.
+    The gradient is softmax - onehot, with a cap times the cap's slope. Nothing is written in place, so that
+    a compiler can fuse the operations.
     """
     logits_CV = head.logits(hidden_CD).to(dtype)
     if differences is not None:

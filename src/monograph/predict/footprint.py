@@ -282,7 +282,11 @@ def _with_distinct_vocabulary(work: Work) -> Work:
     """
     config = work.config
     tokens = work.tokens
-    heads = (config.num_attention_heads, config.num_key_value_heads)
+    heads = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_global_key_value_heads,
+    )
     other_sizes = {
         config.hidden_size,
         config.intermediate_size,
@@ -291,7 +295,8 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         tokens * config.num_experts_per_tok,
         config.head_dim,
         *heads,
-        *(number * config.head_dim for number in heads),
+        *(number * width for number in heads for width in (config.head_dim, config.global_head_dim)),
+        config.global_head_dim,
         work.length,
         tokens,
         work.window_rows * work.length,
