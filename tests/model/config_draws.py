@@ -52,6 +52,8 @@ ODD_GEMMA_4 = {
     "sliding_window": None,
     "num_key_value_heads": None,
 }
+# Keys with which transformers makes no Gemma 4.
+NOT_OF_A_GEMMA_4 = ("attention_chunk_size", "kv_sharing_modes")
 # Keys that a Bamba has not, or of which it has one value: transformers refuses or ignores the others.
 NOT_OF_A_BAMBA = ("layer_types", "layers_block_type", "partial_rotary_factor")
 
@@ -283,11 +285,12 @@ def drawn(family: str, draw) -> dict:
     # With its default, 1, scores are so large that fp32 is off by 1e-5 in both.
     if "attention_multiplier" in its.optional_keys:
         always.add("attention_multiplier")
+    left_out = NOT_OF_A_GEMMA_4 if family == "gemma4_text" else ()
     # A file that says one thing which nothing here computes is refused, and tells nothing of its
     # other keys.
     odd = draw.random() < 0.3
     for key, choices in {**IDLE, **counting}.items():
-        if key in always or draw.random() < 1 / 3:
+        if key not in left_out and (key in always or draw.random() < 1 / 3):
             values[key] = draw.choice(choices)
     if not odd:
         values = {key: value for key, value in values.items() if not _is_odd(family, key, value)}
