@@ -41,6 +41,7 @@ from monograph.model.scaling import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     YarnScaling,
 )
 from monograph.text.chat import chat_ids, stop_ids
@@ -80,6 +81,12 @@ SHAPES = {
         "num_hidden_layers": 6, "sliding_window": 8,
         "layer_types": (*(SLIDING_ATTENTION,) * 5, FULL_ATTENTION), "rope_theta": 1e6,
         "rope_local_theta": 1e4, "rope_scaling": LinearScaling(2.0), "tie_word_embeddings": True,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "sliding_window": 8, "rope_theta": 1e6, "rope_local_theta": 1e4,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION), "head_dim": 16,
+        "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "rope_scaling": ProportionalScaling(0.25), "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
     },
     "granite": {
         "attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,

@@ -71,6 +71,8 @@ class LlamaCppSupport(NamedTuple):
             and have no experts; "": it does not load such a model.
         kv_heads_by_layer: whether a file has the number of key-value heads of each layer, which is 0
             for a layer without attention.
+        windows_by_layer: whether a file says which layers have a window, and has the width of a head and
+            the rotary base of layers with a window and of the others.
         rotation_is_a_key: whether a file says whether queries and keys are rotated.
         needs_layer_norm_eps: whether a file must also have the epsilon of layer norms, although there
             are none.
@@ -94,6 +96,7 @@ class LlamaCppSupport(NamedTuple):
     norm_topk_prob: bool = True
     attention_alone: str = ""
     kv_heads_by_layer: bool = False
+    windows_by_layer: bool = False
     rotation_is_a_key: bool = False
     needs_layer_norm_eps: bool = False
     joined_layers: bool = False
@@ -501,6 +504,7 @@ FAMILIES: dict[str, Family] = {
         default_local_theta=10_000.0,
         embedding_scaled=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
+        llama_cpp=LlamaCppSupport("gemma4", kv_heads_by_layer=True, windows_by_layer=True),
         own_keys=gemma4_keys,
     ),
     "phi3": Family(
