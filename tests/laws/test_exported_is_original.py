@@ -44,6 +44,7 @@ from monograph.model.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
+from monograph.ops.logit_cap import capped
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -259,7 +260,8 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
                     lambda module, values: (in_blocks(values[0]), *values[1:])
                 )
         head = naive.lm_head.weight
-        naive.logits = lambda hidden: in_blocks(hidden) @ head.T
+        cap = model.config.final_logit_softcapping
+        naive.logits = lambda hidden: capped(in_blocks(hidden) @ head.T, cap)
     error = (logits_of(naive, prompt + drawn)[len(prompt) - 1 : -1] - exact).abs().amax(-1)
     best = exact.topk(2, dim=-1)
     clear = (best.values[:, 0] - best.values[:, 1]) > 4 * error

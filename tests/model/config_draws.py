@@ -106,7 +106,11 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "rope_scaling": [
             None,
             {},
-            *(tables if LONGROPE in its.rope_types else [_rope(draw), _rope(draw)] * (not is_gemma4)),
+            *(
+                tables
+                if LONGROPE in its.rope_types
+                else [_rope(draw), _rope(draw)] * (not is_gemma4)
+            ),
         ],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],

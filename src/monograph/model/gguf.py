@@ -339,7 +339,13 @@ def _check_windows(config: LlamaConfig) -> None:
     """
     window = config.sliding_window
     every = config.family.full_attention_every
-    if window is None or llama_cpp_support(config).windows_by_layer:
+    if llama_cpp_support(config).windows_by_layer:
+        if window is None:
+            raise InputRefused(
+                f"layer_types: llama.cpp loads a {config.model_type} only if some layer has a window{USE_HF}"
+            )
+        return
+    if window is None:
         return
     if not every:
         if window < _context_length(config):
@@ -387,10 +393,7 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     llama_cpp = llama_cpp_support(config)
     if llama_cpp.kv_heads_by_layer:
         writer.add_head_count_kv(
-            [
-                mixer.key_value_heads(config.of_layer(layer))
-                for layer, mixer in enumerate(mixers)
-            ]
+            [mixer.key_value_heads(config.of_layer(layer)) for layer, mixer in enumerate(mixers)]
         )
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -438,16 +441,16 @@ def _add_windows_by_layer(writer: GGUFWriter, config: LlamaConfig) -> None:
     """Write which layers have a window, and what the heads of these layers are like."""
     layers = range(config.num_hidden_layers)
     writer.add_sliding_window_pattern([config.window(layer) is not None for layer in layers])
-    # llama.cpp reads a window even if no layer has one.
-    writer.add_sliding_window(config.sliding_window or _context_length(config))
+    assert config.sliding_window is not None  # `_check_windows` refuses a model without windows
+    writer.add_sliding_window(config.sliding_window)
     writer.add_key_length_swa(config.head_dim)
     writer.add_value_length_swa(config.head_dim)
     writer.add_rope_dimension_count_swa(config.rotary_dim)
     local_theta, _ = config.theta_and_scaling(local=True)
     writer.add_rope_freq_base_swa(local_theta)
     writer.add_embedding_length_per_layer_input(0)
-    if config.final_logit_softcapping is not None:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    # Without this key llama.cpp takes a cap of 30, and 0 is none.
+    writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
 
 
 def _convert_by_mixer(

@@ -295,7 +295,11 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         tokens * config.num_experts_per_tok,
         config.head_dim,
         *heads,
-        *(number * width for number in heads for width in (config.head_dim, config.global_head_dim)),
+        *(
+            number * width
+            for number in heads
+            for width in (config.head_dim, config.global_head_dim)
+        ),
         config.global_head_dim,
         work.length,
         tokens,
