@@ -98,6 +98,7 @@ def test_a_family_under_another_name_computes_the_same_bits(tmp_path, family):
     ("family", "said"),
     [
         ("gemma", ""),
+        ("gemma4_text", ""),
         ("glm", ""),
         ("glm4", ""),
         ("ernie4_5", "it has no use_bias = False"),

@@ -95,6 +95,17 @@ _WRAPPERS = {
         {"vocab_size": 262_208, "hidden_size": 2304, "num_attention_heads": 8},
         tie_word_embeddings=True,
     ),
+    "gemma4": _Wrapper(
+        "gemma4_text",
+        {"model.language_model.": "model."},
+        (
+            "model.vision_tower.",
+            "model.audio_tower.",
+            "model.embed_vision.",
+            "model.embed_audio.",
+        ),
+        tie_word_embeddings=True,
+    ),
 }
 # The prefix of layers for multi-token prediction, in families that have such layers.
 MTP_PREFIX = "mtp."

@@ -305,6 +305,11 @@ class Block(nn.Module):
         return hidden_BTD * self.layer_scalar.detach().to(hidden_BTD.dtype)
 
 
+def is_never_trained(name: str) -> bool:
+    """Return whether no model trains a parameter of this name, because its gradient is always 0."""
+    return name.endswith(".layer_scalar")
+
+
 class Decoder(nn.Module):
     """A container that gives the embedding, the blocks and the final norm their Hugging Face names."""
 

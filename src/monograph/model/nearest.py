@@ -32,7 +32,7 @@ _HIDDEN_DIFFERENCES = {
     "helium": "it rotates neighbouring channels of a head",
 }
 # The families of which no key tells all that differs from others. Such parts are taken to be off.
-HIDDEN_FAMILIES = {"ernie4_5", "gemma", "glm", "glm4"}
+HIDDEN_FAMILIES = {"ernie4_5", "gemma", "gemma4_text", "glm", "glm4"}
 # Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
 # and settings of generation and classification.
 _IDLE_KEYS = {
