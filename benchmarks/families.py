@@ -222,8 +222,10 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         partial_rotary_factor=draw.choice([1.0, part]) if "partial_rotary_factor" in keys else 1.0,
         **numbers,
         # With larger weights fp32's own error, in both, is above the goal where a state is
-        # corrected again and again, and where gates are steep.
-        initializer_range=0.1 if recurrent or FAMILIES[family].attention_sinks else 0.3,
+        # corrected again and again, where gates are steep, and where scores have no factor.
+        initializer_range=0.1
+        if recurrent or FAMILIES[family].attention_sinks or FAMILIES[family].unscaled_scores
+        else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
         eos_token_id=(2, 5),
     )
