@@ -42,6 +42,7 @@ from monograph.model.scaling import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     Scaling,
     YarnScaling,
 )
@@ -171,6 +172,17 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
             "mamba_conv_bias": draw.random() < 0.5,
             "mamba_proj_bias": draw.random() < 0.5,
         }
+    if "attention_k_eq_v" in keys:
+        are_keys = draw.random() < 0.5
+        numbers |= {
+            "global_head_dim": draw.choice([0, 6, 20]),
+            "attention_k_eq_v": are_keys,
+            "num_global_key_value_heads": draw.choice([0, 1]) if are_keys else 0,
+            "final_logit_softcapping": draw.choice([None, 3.0, 30.0]),
+        }
+        scalings = [None, ProportionalScaling(0.25), ProportionalScaling(0.7, 2.0)]
+    if kinds and FAMILIES[family].last_layer_is_full:
+        kinds = (*kinds[:-1], FULL_ATTENTION)
     if "time_step_min" in keys:
         numbers["time_step_min"] = draw.choice([0.001, 0.5, 1.0])
     if "position_embedding_type" in keys:
@@ -214,8 +226,10 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         partial_rotary_factor=draw.choice([1.0, part]) if "partial_rotary_factor" in keys else 1.0,
         **numbers,
         # With larger weights fp32's own error, in both, is above the goal where a state is
-        # corrected again and again, and where gates are steep.
-        initializer_range=0.1 if recurrent or FAMILIES[family].attention_sinks else 0.3,
+        # corrected again and again, where gates are steep, and where scores have no factor.
+        initializer_range=0.1
+        if recurrent or FAMILIES[family].attention_sinks or FAMILIES[family].unscaled_scores
+        else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
         eos_token_id=(2, 5),
     )
@@ -271,7 +285,13 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     with Wide() if logits.dtype == torch.float64 else contextlib.nullcontext():
         # Without a cache, as theirs has none for models of delta nets alone.
         their_logits = theirs(tokens, use_cache=False).logits
-    named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
+    # A layer's factor, which is a buffer in transformers, is not trained.
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not name.endswith(".layer_scalar")
+    }
+    their_named = dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     unread = (
         UnreadTensor(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items()
@@ -338,8 +358,11 @@ def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
     """Return transformers' float64 model with rotary angles in float64, too, whose frequencies are
     made in fp32.
     """
+    # Layers without a window, as the last one, may have heads of another width.
+    without_window = config.of_layer(config.num_hidden_layers - 1)
     tables = [
-        cos_sin(torch.arange(LENGTH)[None], config, torch.float64, local) for local in (False, True)
+        cos_sin(torch.arange(LENGTH)[None], of_layer, torch.float64, local)
+        for of_layer, local in ((without_window, False), (config, True))
     ]
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str = "") -> tuple[Tensor, Tensor]:

@@ -51,6 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"model_type": "lfm2", "layer_types": ("conv", FULL) * 2},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
+    "gemma4": {
+        "model_type": "gemma4_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,
+        "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+    },
 }  # fmt: skip
 WHOLE = frozenset(
     f"{name}{scale}"

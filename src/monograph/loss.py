@@ -30,7 +30,8 @@ from monograph.errors import UsageError
 from monograph.graph.fp8 import Float8Head
 from monograph.graph.token_rows import trained_rows
 from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
-from monograph.ops.mixture import mixture_cross_entropy
+from monograph.ops.logit_cap import cap_of
+from monograph.ops.mixture import Teacher, mixture_cross_entropy
 from monograph.ops.token_rows import with_replaced_rows
 from monograph.ranges import NOT_NEGATIVE
 
@@ -66,6 +67,8 @@ class TokenLoss:
 
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
+    If the head has a `logit_cap`, its logits are bounded before the softmax (`monograph.ops.logit_cap`).
+
     The batch holds `tokens` and `targets` [B, T] int64. For packed rows, which have several documents
     each, it also holds `segments` and `positions` [B, T] int64. For a model that balances its experts,
     a step adds `token_shares`, the argument `shares` of `Llama.forward`.
@@ -91,7 +94,12 @@ class TokenLoss:
         targets_N = batch["targets"].flatten()
         # If the head's weight is frozen, some tokens may have trained rows instead. None: no token has one.
         rows = trained_rows(lm_head)
-        fp8_arguments = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
+        head_arguments: dict[str, Any] = {}
+        if isinstance(lm_head, Float8Head):
+            head_arguments["in_fp8"] = True
+        cap = cap_of(lm_head)
+        if cap is not None:
+            head_arguments["cap"] = cap
         return self.head(
             hidden_ND,
             lm_head.weight,
@@ -99,7 +107,7 @@ class TokenLoss:
             impl=self.impl,
             rows=rows,
             **teaching,
-            **fp8_arguments,
+            **head_arguments,
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
@@ -156,7 +164,13 @@ def log_probabilities_by_hidden(
     tokens_N = torch.where(targets_N != IGNORE, targets_N, 0)
     weight_VD: Any = lm_head.weight
     return token_log_probabilities(
-        hidden_ND, weight_VD, tokens_N, temperature, rows=trained_rows(lm_head), among=among
+        hidden_ND,
+        weight_VD,
+        tokens_N,
+        temperature,
+        rows=trained_rows(lm_head),
+        among=among,
+        cap=cap_of(lm_head),
     )
 
 
@@ -207,7 +221,10 @@ class MixtureLoss(TokenLoss):
         with torch.no_grad():
             pairs = self._hidden_of_teachers(batch)
             return {
-                "teachers": [(hidden_ND, _whole_head(lm_head)) for hidden_ND, lm_head in pairs],
+                "teachers": [
+                    Teacher(hidden_ND, _whole_head(lm_head), cap_of(lm_head))
+                    for hidden_ND, lm_head in pairs
+                ],
                 "share": self.share,
             }
 

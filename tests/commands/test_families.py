@@ -117,6 +117,8 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
                 "ssm_state_size": 8,
                 "n_groups": 2,
             }
+    elif family == "gemma4_text":  # its default has embeddings of each layer
+        window = {"sliding_window": 8, "global_head_dim": 12, "hidden_size_per_layer_input": 0}
     elif FAMILIES[family].other_layer_type == CONVOLUTION:
         window = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
     elif FAMILIES[family].expert_width_key:

@@ -85,6 +85,11 @@ SHAPES = {
         "model_type": "exaone4", "sliding_window": 5, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True},
+    "gemma4": {
+        "model_type": "gemma4_text", "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION), "sliding_window": 5,
+        "rope_local_theta": 1e2, "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+    },
 }  # fmt: skip
 
 

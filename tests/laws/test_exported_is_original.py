@@ -42,8 +42,10 @@ from monograph.model.scaling import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     YarnScaling,
 )
+from monograph.ops.logit_cap import capped
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -89,6 +91,12 @@ SHAPES = {
         "num_hidden_layers": 6, "sliding_window": 8,
         "layer_types": (*(SLIDING_ATTENTION,) * 5, FULL_ATTENTION), "rope_theta": 1e6,
         "rope_local_theta": 1e4, "rope_scaling": LinearScaling(2.0), "tie_word_embeddings": True,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "sliding_window": 8, "rope_theta": 1e6, "rope_local_theta": 1e4,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION), "head_dim": 16,
+        "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "rope_scaling": ProportionalScaling(0.25), "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
     },
     "granite": {
         "attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,
@@ -261,7 +269,8 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
                     lambda module, values: (in_blocks(values[0]), *values[1:])
                 )
         head = naive.lm_head.weight
-        naive.logits = lambda hidden: in_blocks(hidden) @ head.T
+        cap = model.config.final_logit_softcapping
+        naive.logits = lambda hidden: capped(in_blocks(hidden) @ head.T, cap)
     error = (logits_of(naive, prompt + drawn)[len(prompt) - 1 : -1] - exact).abs().amax(-1)
     best = exact.topk(2, dim=-1)
     clear = (best.values[:, 0] - best.values[:, 1]) > 4 * error

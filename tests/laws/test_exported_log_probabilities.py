@@ -47,10 +47,12 @@ from monograph.model.layer_types import (
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
+    PROPORTIONAL,
     GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     YarnScaling,
 )
 from monograph.text.tokenizer import Tokenizer
@@ -102,6 +104,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"rope_theta": 5e6},  # SmolLM3 3B
     "gemma3_text": {"num_attention_heads": 2, "rope_scaling": LinearScaling(8.0)},  # Gemma 3 4B
+    # Which published size has which keys was not looked up.
+    "gemma4_text": {
+        "num_attention_heads": 2, "head_dim": 64, "global_head_dim": 128, "rope_scaling": ProportionalScaling(0.25),
+        "final_logit_softcapping": 30.0, "attention_k_eq_v": True,
+    },
     "phi3": {  # Phi-4-mini
         "hidden_size": 384, "num_attention_heads": 3, "rope_theta": 1e4, "partial_rotary_factor": 0.75,
         "tie_word_embeddings": True, "sliding_window": 262_144,
@@ -401,6 +408,8 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
             "yarn": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
             "odd yarn": YarnScaling(4.0, 1.3, 16),
         }[scaling]
+        if PROPORTIONAL in its.rope_types:
+            sizes["rope_scaling"] = ProportionalScaling(draw.choice([0.25, 0.6]), mostly(1.0, 2.5))
     linear_heads = draw.choice([1, 2, 3])
     linear_width = draw.choice([8, 16, 23, 64, 128])
     experts = draw.choice([1, 2, 5, 8, 17])
@@ -414,6 +423,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         else mostly(4096, 8, None),
         "rope_local_theta": mostly(1e4, 50.0) if family == "gemma3_text" else None,
         "query_pre_attn_scalar": mostly(0, 5),
+        "global_head_dim": draw.choice([0, 8, 32, 96]),
+        "attention_k_eq_v": draw.random() < 0.5,
+        "final_logit_softcapping": draw.choice([None, 5.0]),
         "embedding_multiplier": draw.choice([1.0, 12.0]),
         "residual_multiplier": draw.choice([1.0, 0.22]),
         "attention_multiplier": draw.choice([None, 0.1]),

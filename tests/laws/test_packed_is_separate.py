@@ -78,6 +78,11 @@ FAMILIES = {
         CONFIG, model_type="exaone4", sliding_window=5, layer_types=("sliding_attention", "full_attention")
     ),
     "glm4": replace(CONFIG, model_type="glm4", partial_rotary_factor=0.5, attention_bias=True),
+    "gemma4": replace(
+        CONFIG, model_type="gemma4_text", layer_types=("sliding_attention", "full_attention"), sliding_window=7,
+        rope_local_theta=1e2, global_head_dim=12, attention_k_eq_v=True, num_global_key_value_heads=1,
+        final_logit_softcapping=3.0,
+    ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48
@@ -122,8 +127,11 @@ def _results(model, forward, documents):
         hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     loss = (hidden * readout.to(hidden.dtype)).sum()
+    # A layer's factor is not trained: its gradient is zero.
     gradients = torch.autograd.grad(
-        loss, [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+        loss,
+        [p for name, p in model.named_parameters() if name != "lm_head.weight"],
+        materialize_grads=True,
     )
     return [hidden.detach(), *gradients]
 

@@ -107,6 +107,14 @@ EAGER = {
         shape(model_type="lfm2", num_hidden_layers=7, layer_types=("full_attention", *("conv", "full_attention") * 3)),
         rows=8, length=48, optim=AdamW(), compile="none",
     ),
+    "a Gemma 4": Work(
+        shape(
+            model_type="gemma4_text", num_hidden_layers=6, sliding_window=8, layer_types=("sliding_attention",
+            "full_attention") * 3, rope_local_theta=1e2, global_head_dim=64, attention_k_eq_v=True,
+            num_global_key_value_heads=1, final_logit_softcapping=30.0,
+        ),
+        rows=8, length=48, optim=AdamW(), compile="none",
+    ),
     "a GLM-4": Work(
         shape(model_type="glm4", num_hidden_layers=7, partial_rotary_factor=0.5), rows=8, length=48, optim=AdamW(),
         compile="none",

@@ -49,6 +49,11 @@ FAMILIES = {
     "nemotron_h": {"model_type": "nemotron_h", "layer_types": ("mamba", "mlp"), "mamba_d_state": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ("conv", "full_attention")},
     "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5},
+    "gemma4": {
+        "model_type": "gemma4_text", "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5,
+        "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+    },
 }  # fmt: skip
 
 

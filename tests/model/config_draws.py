@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from monograph.model.families import DEFAULT_FAMILY, FAMILIES
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
-from monograph.model.scaling import LONGROPE, QUERY_GROWTH
+from monograph.model.scaling import LONGROPE, PROPORTIONAL, QUERY_GROWTH
 
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
@@ -45,6 +45,15 @@ IDLE = {
 }  # fmt: skip
 
 
+# What is not computed here of a Gemma 4, or not taken by transformers.
+ODD_GEMMA_4 = {
+    "num_kv_shared_layers": 1,
+    "enable_moe_block": True,
+    "sliding_window": None,
+    "num_key_value_heads": None,
+}
+# Keys with which transformers makes no Gemma 4.
+NOT_OF_A_GEMMA_4 = ("attention_chunk_size", "kv_sharing_modes")
 # Keys that a Bamba has not, or of which it has one value: transformers refuses or ignores the others.
 NOT_OF_A_BAMBA = ("layer_types", "layers_block_type", "partial_rotary_factor")
 
@@ -69,13 +78,19 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
     if QUERY_GROWTH in its.optional_keys:
         tables = [_growing_rope(draw), _growing_rope(draw)]
     has_own_tables = LONGROPE in its.rope_types or QUERY_GROWTH in its.optional_keys
+    if PROPORTIONAL in its.rope_types:
+        tables = [_proportional_rope(draw), _proportional_rope(draw)]
     kinds = [draw.choice([FULL_ATTENTION, its.other_layer_type]) for _ in range(layers)]
+    own_heads = {"head_dim": 10, **draw.choice([{}, {"num_key_value_heads": 1}])}
+    without_window = [place for place, kind in enumerate(kinds) if kind == FULL_ATTENTION]
+    by_layer = {str(place): own_heads for place in {*without_window, layers - 1}}
+    is_gemma4 = family == "gemma4_text"
     return {
         "num_hidden_layers": [layers],
         "intermediate_size": [24, 40],
         "num_attention_heads": [4],
         "num_key_value_heads": [None, 1, 2, 4],
-        "head_dim": [None, 4, 6, 16],
+        "head_dim": [4, 6, 16] if is_gemma4 else [None, 4, 6, 16],
         "hidden_act": ["silu", "silu", "silu", "swish", "gelu"],
         "max_position_embeddings": [LENGTH, 64, 4096],
         "rms_norm_eps": [1e-6, 1e-5, 1e-2],
@@ -94,7 +109,7 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "rope_scaling": [
             None,
             {},
-            *(tables if has_own_tables else [_rope(draw), _rope(draw)]),
+            *(tables if has_own_tables else [_rope(draw), _rope(draw)] * (not is_gemma4)),
         ],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],
@@ -115,11 +130,25 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "rope_local_base_freq": [1e2, 1e4],
         "attn_logit_softcapping": [None, None, 50.0],
         "final_logit_softcapping": [None, None, 30.0],
-        "use_bidirectional_attention": [False, None, True],
+        "use_bidirectional_attention": ["vision", None, "all"]
+        if is_gemma4
+        else [False, None, True],
+        "global_head_dim": [4, 10],
+        "num_global_key_value_heads": [None, 1, 4],
+        "attention_k_eq_v": _FLAG,
+        "hidden_size_per_layer_input": [0],
+        "vocab_size_per_layer_input": [30],
+        "num_kv_shared_layers": [0, 0, 0, 1],
+        "use_double_wide_mlp": _FLAG,
+        "enable_moe_block": [False, False, False, True],
+        "top_k_experts": [None, 2],
         "resid_pdrop": [0.0, 0.0, 0.1],
         "embd_pdrop": [0.0, 0.1],
         "is_causal": [True, True, True, False],
-        "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
+        "per_layer_config": [
+            *(None, None, {}, {"0": {"rms_norm_eps": 0.5}}),
+            *[by_layer] * (3 * is_gemma4),
+        ],
         "num_experts": [4, 4, 5, 5, 6, 0],
         "num_local_experts": [0, 4, 5] if its.may_lack_experts else [4, 6],
         "mamba_n_heads": [4],
@@ -199,6 +228,19 @@ def _growing_rope(draw) -> dict:
     return {**_rope(draw), **growth}
 
 
+def _proportional_rope(draw) -> dict:
+    """The two tables of a Gemma 4."""
+    full = {
+        "rope_type": "proportional", "rope_theta": draw.choice([1e2, 1e6]),
+        "partial_rotary_factor": draw.choice([0.25, 0.6]), "factor": draw.choice([1.0, 3.0]),
+    }  # fmt: skip
+    full = draw.choice([full, full, {"rope_type": "default", "rope_theta": 1e3}])
+    return {
+        FULL_ATTENTION: full,
+        SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": draw.choice([1e2, 1e4])},
+    }
+
+
 def _long_rope(draw) -> dict:
     pairs = draw.choice([4, 4, 4, 2])
     table = {
@@ -236,6 +278,10 @@ def drawn(family: str, draw) -> dict:
         always |= {"mamba_n_heads", "num_local_experts"}
     if family == "nemotron_h":  # its default has mixtures, and sizes larger than the model
         always |= {"hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim", "n_groups"}
+    # Its default has embeddings of each layer. Scores have no factor, so that those of its wide heads are so
+    # large that fp32 is off by 1e-5 in both.
+    if family == "gemma4_text":
+        always |= {"hidden_size_per_layer_input", "global_head_dim", "head_dim"}
     if its.defaults.get("pad_token_id", 0) >= vocabulary:
         always.add("pad_token_id")
     if its.expert_width_key:  # its defaults are large, and choose 8 experts
@@ -248,11 +294,12 @@ def drawn(family: str, draw) -> dict:
     # With its default, 1, scores are so large that fp32 is off by 1e-5 in both.
     if "attention_multiplier" in its.optional_keys:
         always.add("attention_multiplier")
+    left_out = NOT_OF_A_GEMMA_4 if family == "gemma4_text" else ()
     # A file that says one thing which nothing here computes is refused, and tells nothing of its
     # other keys.
     odd = draw.random() < 0.3
     for key, choices in {**IDLE, **counting}.items():
-        if key in always or draw.random() < 1 / 3:
+        if key not in left_out and (key in always or draw.random() < 1 / 3):
             values[key] = draw.choice(choices)
     if not odd:
         values = {key: value for key, value in values.items() if not _is_odd(family, key, value)}
@@ -270,7 +317,9 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key == "decoder_sparse_step" and value == 0)
         or (key in ("mlp_bias", "use_bias", "is_causal") and value is (key != "is_causal"))
         or (key == "pad_token_id" and value in (30, 37))
-        or (key == "per_layer_config" and bool(value))
+        or (key == "per_layer_config" and bool(value) and "rms_norm_eps" in str(value))
+        or (key == "use_bidirectional_attention" and value == "all")
+        or (family == "gemma4_text" and key in ODD_GEMMA_4 and value == ODD_GEMMA_4[key])
         or (key == "time_step_limit" and value == [0.0, 0.1])
         or (key == "mamba_d_head" and value == 8)
         or (family == "bamba" and key in NOT_OF_A_BAMBA)

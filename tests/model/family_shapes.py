@@ -12,11 +12,13 @@ from monograph.model.layer_types import FULL_ATTENTION
 from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.scaling import (
     LONGROPE,
+    PROPORTIONAL,
     QUERY_GROWTH,
     GrowingYarnScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     YarnScaling,
 )
 
@@ -92,6 +94,10 @@ OPTIONAL = {
     "no_rope_layers": (1, 0, 1),
     "rope_local_theta": 1e3,
     "query_pre_attn_scalar": 5,
+    "global_head_dim": 10,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 9.0,
     "partial_rotary_factor": 0.67,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
@@ -128,6 +134,7 @@ NOT_IN_SMALL = {
     "llama_4_scaling_beta",
     "num_local_experts",
     "output_router_logits",
+    "per_layer_config",
     "rope_local_base_freq",
     "router_aux_loss_coef",
     "sliding_window_pattern",
@@ -146,6 +153,8 @@ def mixed(place: int, family: str) -> dict:
     if "layer_types" in its.optional_keys:
         third = (*its.more_layer_types, its.other_layer_type)[0]
         keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, third)
+        if its.last_layer_is_full:
+            keys["layer_types"] = (its.other_layer_type, its.other_layer_type, FULL_ATTENTION)
     if its.always_norm_topk_prob:
         keys.pop("norm_topk_prob", None)
     if LONGROPE in its.rope_types:
@@ -156,6 +165,8 @@ def mixed(place: int, family: str) -> dict:
         keys["rope_scaling"] = GrowingYarnScaling(
             4.0, 1.0, 64, llama_4_scaling_beta=0.3, max_position_embeddings=256
         )
+    elif PROPORTIONAL in its.rope_types:
+        keys["rope_scaling"] = ProportionalScaling(0.5)
     elif not its.never_rotates:
         keys["rope_scaling"] = SCALINGS[place % len(SCALINGS)]
     if its.head_dim_is_derived:

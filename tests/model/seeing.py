@@ -36,6 +36,14 @@ MODELS = {
     "mistral3": (
         SMALL | {"model_type": "ministral3"}, PIXTRAL, ["multi_modal_projector.", "vision_tower."],
     ),
+    "gemma4": (
+        SMALL | {
+            "sliding_window": 8, "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+        },
+        SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        ["model.embed_vision.", "model.vision_tower."],
+    ),
 }  # fmt: skip
 
 

@@ -65,8 +65,14 @@ def test_the_draws_have_every_key_that_transformers_reads():
         "hidden_size",
     }
     # Of a Gemma 3 or a Qwen 3.5 that sees, in the same file.
-    of_images = {f"{each}_token_id" for each in ("image", "video", "vision_start")}
+    of_images = {f"{each}_token_id" for each in ("image", "video", "vision_start", "audio")}
     of_images |= {"text_config", "vision_config", "spatial_merge_size"}
+    # Of the parts of a Gemma 4 that see and hear.
+    of_images |= {"audio_config"} | {
+        field.name
+        for part in ("gemma4_audio", "gemma4_vision")
+        for field in dataclasses.fields(CONFIG_MAPPING[part])
+    }
     assert read - drawn - of_images - {"_attn_implementation"} == set()
 
 
@@ -166,8 +172,10 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     assert relative_error(ours, logits) < BOUND, drawn
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     named, others = dict(model.named_parameters()), dict(theirs.named_parameters())
-    gradients = torch.autograd.grad((ours * weights).sum(), list(named.values()))
-    found = in_files(dict(zip(named, gradients, strict=True)), config)
+    # A layer's factor, which is a buffer in transformers, is not trained.
+    trained = {name: each for name, each in named.items() if not name.endswith(".layer_scalar")}
+    gradients = torch.autograd.grad((ours * weights).sum(), list(trained.values()))
+    found = in_files(dict(zip(trained, gradients, strict=True)), config)
     assert found.keys() == others.keys(), drawn
     expected = torch.autograd.grad((logits * weights).sum(), [others[name] for name in found])
     # Where a query sees one key only, the gradients of scores are zero, computed with fp32's eps of

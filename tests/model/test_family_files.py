@@ -126,6 +126,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
         sizes["layers_block_type"] = ["full_attention", "mlp"]
     if family == "helium":  # transformers computes only heads that fill the width
         sizes |= {"head_dim": 4, "num_key_value_heads": 32}
+    if family == "gemma4_text":  # its default has embeddings of each layer
+        sizes["hidden_size_per_layer_input"] = 0
     ours = LlamaConfig.from_hf({**sizes, "model_type": family})
     theirs = AutoConfig.for_model(family, **sizes)
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -139,7 +141,11 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
             expected = theirs.rope_parameters["original_max_position_embeddings"]
         expected = tuple(expected) if isinstance(expected, list) else expected
         assert getattr(ours, key) == expected, key
-    assert ours.head_dim == getattr(theirs, "head_dim", 4)
+    if family == "gemma4_text":
+        heads = [theirs.per_layer_config[layer].head_dim for layer in (0, 1)]
+        assert [ours.of_layer(layer).head_dim for layer in (0, 1)] == heads == [256, 512]
+    else:
+        assert ours.head_dim == getattr(theirs, "head_dim", 4)
     assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
     if FAMILIES[family].never_rotates:
         return

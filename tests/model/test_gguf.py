@@ -168,6 +168,11 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "no_rope_layers: llama.cpp rotates all layers",
         ),
         (
+            {"model_type": "gemma4_text"},
+            "f32",
+            r"layer_types: llama.cpp loads a gemma4_text only if some layer has a window; export it with --format hf",
+        ),
+        (
             {"model_type": "gemma3_text", "query_pre_attn_scalar": 5},
             "f32",
             "query_pre_attn_scalar = 5 is not head_dim",

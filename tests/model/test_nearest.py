@@ -100,6 +100,7 @@ def test_a_family_under_another_name_computes_the_same_bits(tmp_path, family):
     [
         ("exaone4", ""),
         ("gemma", ""),
+        ("gemma4_text", ""),
         ("glm", ""),
         ("glm4", ""),
         ("helium", ""),

@@ -56,7 +56,7 @@ def write_original(folder: Path, kind: str, dtype: torch.dtype = torch.float32) 
     theirs.to(dtype).save_pretrained(folder, max_shard_size="20KB")
     if kind == FUSED:
         fuse_experts(folder, theirs.state_dict())
-    if kind not in ("gemma3", "mistral3"):
+    if not kind.startswith(("gemma", "mistral")):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         index["weight_map"][MTP] = "mtp.safetensors"
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -31,18 +31,26 @@ def inputs(vocabulary: int, scale: float = 4.0) -> tuple[Tensor, Tensor, Tensor]
     return logits, targets, torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
 
 
-def equation(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def equation(
+    logits: Tensor, targets: Tensor, mask: Tensor, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Losses, and gradients, in the logits' own dtype."""
+    slope: Tensor | float = 1.0
+    if cap is not None:
+        slope = 1 - torch.tanh(logits / cap) ** 2
+        logits = cap * torch.tanh(logits / cap)
     one_hot = torch.nn.functional.one_hot(targets, logits.shape[-1]).to(logits.dtype)
     losses = torch.logsumexp(logits, -1) - (logits * one_hot).sum(-1)
     mask = mask.to(logits.dtype)
-    return losses * mask, (logits.softmax(-1) - one_hot) * mask[:, None]
+    return losses * mask, (logits.softmax(-1) - one_hot) * slope * mask[:, None]
 
 
-def replaced(logits: Tensor, targets: Tensor, mask: Tensor, device: str) -> tuple[Tensor, Tensor]:
+def replaced(
+    logits: Tensor, targets: Tensor, mask: Tensor, device: str, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Losses, and what has become of the logits."""
     placed = logits.to(device, copy=True)
-    losses = replace_logits_(placed, targets.to(device), mask.to(device))
+    losses = replace_logits_(placed, targets.to(device), mask.to(device), cap)
     return losses.cpu(), placed.cpu()
 
 
@@ -61,12 +69,23 @@ def test_rows_of_which_registers_hold_a_part_are_as_exact(dtype: torch.dtype) ->
     assert_as_exact(12 * COLUMNS + 2, dtype, "cuda")
 
 
-def assert_as_exact(vocabulary: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("vocabulary", [101, 2 * COLUMNS + 96])
+@pytest.mark.parametrize("device", DEVICES)
+def test_capped_logits_are_as_exact(vocabulary: int, device: str) -> None:
+    """A cap of 3 bends most of these logits, and one of 30 hardly any."""
+    for cap in (3.0, 30.0):
+        assert_as_exact(vocabulary, torch.float32, device, cap)
+        assert_as_exact(vocabulary, torch.bfloat16, device, cap)
+
+
+def assert_as_exact(
+    vocabulary: int, dtype: torch.dtype, device: str, cap: float | None = None
+) -> None:
     logits, targets, mask = inputs(vocabulary)
     logits = logits.to(dtype)
-    ours = replaced(logits, targets, mask, device)
-    naive = equation(logits.float(), targets, mask)
-    exact = equation(logits.double(), targets, mask)
+    ours = replaced(logits, targets, mask, device, cap)
+    naive = equation(logits.float(), targets, mask, cap)
+    exact = equation(logits.double(), targets, mask, cap)
     assert error_within(ours[0], naive[0], exact[0])
     assert error_within(ours[1], naive[1].to(dtype), exact[1])
 

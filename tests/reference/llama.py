@@ -30,7 +30,9 @@ def hidden_states(weights, config, tokens, segments=None, positions=None):
 
 def logits(weights, config, hidden):
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return torch.einsum("btd,vd->btv", hidden, weights[head])
+    found = torch.einsum("btd,vd->btv", hidden, weights[head])
+    cap = config.final_logit_softcapping
+    return found if cap is None else cap * torch.tanh(found / cap)
 
 
 def _row(weights, config, ids, documents, places):
@@ -71,14 +73,14 @@ def _row(weights, config, ids, documents, places):
         elif kinds[layer] == "conv":
             attended = short_conv.mixed(own, config, normed, documents)
         else:
-            attended = _attention(
-                own, config, normed, documents, turning, window or len(ids), *rope
-            )
+            attended = _attention(own, config, normed, documents, turning, window, *rope)
         part = config.residual_multiplier
         stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
         if not config.family.has_feed_forward:
             continue
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
+        if "layer_scalar" in own:
+            stream = [own["layer_scalar"].detach() * x for x in stream]
     return [_norm(x, weights["model.norm.weight"], config) / config.logits_scaling for x in stream]
 
 
@@ -153,7 +155,13 @@ def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
 
 
 def _attention(own, config, xs, documents, places, window, theta, scaling):
-    size, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    size, key_value_heads = config.head_dim, config.num_key_value_heads
+    values_are_keys = config.attention_k_eq_v and window is None
+    if window is None:
+        size = config.global_head_dim or size
+        key_value_heads = config.num_global_key_value_heads or key_value_heads
+    window = window or len(xs)
+    group = config.num_attention_heads // key_value_heads
     turned_size = int(size * config.partial_rotary_factor)
     frequencies = [
         _frequency(pair, turned_size, theta, scaling) for pair in range(turned_size // 2)
@@ -161,6 +169,8 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
     sharper = getattr(scaling, "attention_factor", 1)
     neighbours = config.family.interleaved_rotary
     factor = config.attention_multiplier or 1 / math.sqrt(config.query_pre_attn_scalar or size)
+    if config.family.unscaled_scores:
+        factor = 1
 
     def heads(name, turned):
         bias = own.get(f"self_attn.{name}_proj.bias", 0)
@@ -201,7 +211,12 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
     def sink(head, largest):
         return torch.exp(own["self_attn.sinks"][head] - largest) if "self_attn.sinks" in own else 0
 
-    queries, keys, values = heads("q", True), heads("k", True), heads("v", False)
+    queries, keys = heads("q", True), heads("k", True)
+    if values_are_keys:  # what their projection gives, without their norm and rotation
+        own = {name.replace("k_proj", "v_proj"): value for name, value in own.items()}
+    values = heads("v", False)
+    if config.family.value_norm:
+        values = [[_norm(v, 1, config) for v in vs] for vs in values]
     out = []
     for t in range(len(xs)):
         visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < window]
@@ -244,6 +259,9 @@ def _frequency(pair, size, theta, scaling):
     frequency = theta ** (-2 * pair / size)
     if scaling is None:
         return frequency
+    if hasattr(scaling, "partial_rotary_factor"):
+        is_turned = pair < math.floor(scaling.partial_rotary_factor * size / 2)
+        return frequency / scaling.factor if is_turned else 0.0
     if hasattr(scaling, "short_factor"):
         # Rounded to fp32, as elsewhere.
         return frequency / torch.tensor(scaling.short_factor[pair]).item()

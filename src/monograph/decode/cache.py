@@ -76,15 +76,16 @@ class KVCache:
         recurrences = dict[int, Recurrence]()
         for layer in range(config.num_hidden_layers):
             mixer = mixer_of(config, layer)
+            of_layer = config.of_layer(layer)
             # Blocks are the outer axis, so that the first blocks, which are all that short texts need, are
             # contiguous. Each layer has its own tensor, since a captured graph that writes to a part of a
             # tensor copies all of it (dev/log.md).
             shape = (
                 math.ceil(slots / block),
                 rows,
-                mixer.key_value_heads(config),
+                mixer.key_value_heads(of_layer),
                 block,
-                config.head_dim,
+                of_layer.head_dim,
             )
             keys.append(torch.zeros(shape, dtype=dtype, device=device))
             values.append(torch.zeros(shape, dtype=dtype, device=device))

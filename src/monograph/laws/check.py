@@ -61,6 +61,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import token_log_probabilities
+from monograph.ops.logit_cap import cap_of
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.storage.writing import temporary_folder
@@ -370,7 +371,9 @@ class _SmallModel:
         model = self.model.train()
         # The hidden states from which the tokens after the prompt are predicted.
         hidden = model(ids[None])[0, PROMPT_TOKENS - 1 : -1]
-        scored = token_log_probabilities(hidden, model.lm_head.weight, ids[PROMPT_TOKENS:])
+        scored = token_log_probabilities(
+            hidden, model.lm_head.weight, ids[PROMPT_TOKENS:], cap=cap_of(model.lm_head)
+        )
         return log_probabilities_agree(scored.detach(), torch.tensor(log_probabilities))
 
     def adapted(self) -> LawComparison:

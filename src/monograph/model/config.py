@@ -3,6 +3,7 @@
 The module needs no torch.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -96,6 +97,12 @@ class LlamaConfig:
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
         query_pre_attn_scalar: number by whose root attention's scores are divided. 0: head_dim.
+        global_head_dim: width of a head in layers without a window. 0: head_dim.
+        num_global_key_value_heads: number of key-value heads in layers without a window, if they have
+            attention_k_eq_v. 0: num_key_value_heads.
+        attention_k_eq_v: whether layers without a window have no projection of values, and take the
+            key projection's result, before its norm and rotation, instead.
+        final_logit_softcapping: cap of the logits (`monograph.ops.logit_cap`), or None.
         logits_scaling: divisor of the logits. The decoder divides the final hidden states by it.
         num_experts: number of experts of a mixture, in families with mixtures. 0: a model of a family
             with experts that may lack them has none, and the next fields are 0 or false.
@@ -165,6 +172,10 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     query_pre_attn_scalar: int = 0
+    global_head_dim: int = 0
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False
+    final_logit_softcapping: float | None = None
     logits_scaling: float = 1.0
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -237,6 +248,7 @@ class LlamaConfig:
             "rope_theta",
             "initializer_range",
             "rope_local_theta",
+            "final_logit_softcapping",
             *families.MULTIPLIERS,
         ):
             value = getattr(self, name)
@@ -245,8 +257,9 @@ class LlamaConfig:
             if value is None and may_be_none:
                 continue
             check_positive_number(name, value)
-        if self.query_pre_attn_scalar != 0:
-            check_positive_integer("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        for name in ("query_pre_attn_scalar", "global_head_dim", "num_global_key_value_heads"):
+            if getattr(self, name) != 0:
+                check_positive_integer(name, getattr(self, name))
         if self.initializer_range > 1:
             raise InputRefused(
                 f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
@@ -257,6 +270,7 @@ class LlamaConfig:
         for name in (
             "tie_word_embeddings",
             "attention_bias",
+            "attention_k_eq_v",
             "norm_topk_prob",
             "output_router_logits",
             "mamba_conv_bias",
@@ -280,6 +294,11 @@ class LlamaConfig:
                 f"head_dim = {self.head_dim} is odd, and rotary embedding rotates pairs of channels; change it, or the "
                 f"numbers that it comes from, hidden_size = {self.hidden_size} and num_attention_heads = "
                 f"{self.num_attention_heads}"
+            )
+        if self.global_head_dim % 2:
+            raise InputRefused(
+                f"global_head_dim = {self.global_head_dim} is odd, and rotary embedding rotates pairs of channels; "
+                "change it"
             )
         check_positive_number("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
@@ -333,6 +352,10 @@ class LlamaConfig:
             raise InputRefused(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {layers}"
             )
+        if self.family.last_layer_is_full and self.window(layers - 1) is not None:
+            raise InputRefused(
+                f"layer_types: the last layer of a {self.model_type} must be {FULL_ATTENTION!r}"
+            )
         if SLIDING_ATTENTION in self.layer_types and self.sliding_window is None:
             raise InputRefused(
                 f"layer_types has {SLIDING_ATTENTION!r}, but no sliding_window is set"
@@ -343,6 +366,12 @@ class LlamaConfig:
                 f"sliding_window = {self.sliding_window}: no layer has a window, so none would rotate "
                 "queries and keys, which is not supported; write sliding_window = null"
             )
+        if self.num_global_key_value_heads and not self.attention_k_eq_v:
+            raise InputRefused(
+                f"num_global_key_value_heads = {self.num_global_key_value_heads} needs attention_k_eq_v = true"
+            )
+        if self.num_global_key_value_heads:
+            self._check_multiple("num_attention_heads", "num_global_key_value_heads")
         rotations = list(self.no_rope_layers)
         are_flags = all(value in (0, 1) for value in rotations)
         if rotations and not (len(rotations) == layers and are_flags):
@@ -374,6 +403,10 @@ class LlamaConfig:
             self._set("attention_multiplier", None)
         if self.query_pre_attn_scalar == self.head_dim:
             self._set("query_pre_attn_scalar", 0)
+        if self.global_head_dim == self.head_dim:
+            self._set("global_head_dim", 0)
+        if self.num_global_key_value_heads == self.num_key_value_heads:
+            self._set("num_global_key_value_heads", 0)
 
     def _check_token_ids(self) -> None:
         """Check the ids, and replace a pad_token_id that counts from the end."""
@@ -584,13 +617,39 @@ class LlamaConfig:
         return LAYER_TYPES[self.layer_types[layer]]
 
     def shortened(self, layers: int) -> Self:
-        """Return the configuration of a model with only the first `layers` layers of this one."""
-        return replace(
-            self,
+        """Return the configuration of a model with only the first `layers` layers of this one.
+
+        It is not checked, because the last layer of some families must be of one kind.
+        """
+        return self._changed(
             num_hidden_layers=layers,
             layer_types=self.layer_types[:layers],
             no_rope_layers=self.no_rope_layers[:layers],
+            mlp_only_layers=tuple(layer for layer in self.mlp_only_layers if layer < layers),
         )
+
+    def of_layer(self, layer: int) -> Self:
+        """Return the configuration in which `head_dim`, `num_key_value_heads` and `attention_k_eq_v` are those
+        of a layer.
+
+        In most families it is this configuration, because all layers have the same heads.
+        """
+        if not (self.global_head_dim or self.num_global_key_value_heads or self.attention_k_eq_v):
+            return self
+        own: dict[str, Any] = {"attention_k_eq_v": False}
+        if self.window(layer) is None:
+            own = {
+                "head_dim": self.global_head_dim or self.head_dim,
+                "num_key_value_heads": self.num_global_key_value_heads or self.num_key_value_heads,
+            }
+        return self._changed(**own, global_head_dim=0, num_global_key_value_heads=0)
+
+    def _changed(self, **values: Any) -> Self:
+        """Return a copy with other values, which are not checked."""
+        changed = copy.copy(self)
+        for name, value in values.items():
+            changed._set(name, value)
+        return changed
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
@@ -650,8 +709,12 @@ class LlamaConfig:
         """Return the factor by which queries are multiplied before attention.
 
         Attention divides scores by sqrt(head_dim). With this factor they have instead the factor
-        attention_multiplier, or are divided by sqrt(query_pre_attn_scalar).
+        attention_multiplier, or are divided by sqrt(query_pre_attn_scalar), or, in some families, by
+        nothing. Where layers have heads of several widths, ask the configuration of the layer
+        (`of_layer`).
         """
+        if self.family.unscaled_scores:
+            return math.sqrt(self.head_dim)
         if self.query_pre_attn_scalar:
             return math.sqrt(self.head_dim / self.query_pre_attn_scalar)
         if self.attention_multiplier is None:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model import bamba_keys, granite_keys, lfm2_keys, nemotron_keys
+from monograph.model import bamba_keys, gemma4_keys, granite_keys, lfm2_keys, nemotron_keys
 from monograph.model.layer_types import (
     CONVOLUTION,
     CONVOLUTION_SIZES,
@@ -24,7 +24,7 @@ from monograph.model.layer_types import (
     SLIDING_ATTENTION,
     LayerType,
 )
-from monograph.model.scaling import LONGROPE, QUERY_GROWTH, Llama3Scaling
+from monograph.model.scaling import LONGROPE, PROPORTIONAL, QUERY_GROWTH, Llama3Scaling
 
 
 class NormNames(NamedTuple):
@@ -75,6 +75,8 @@ class LlamaCppSupport(NamedTuple):
             and have no experts; "": it does not load such a model.
         kv_heads_by_layer: whether a file has the number of key-value heads of each layer, which is 0
             for a layer without attention.
+        windows_by_layer: whether a file says which layers have a window, and has the width of a head and
+            the rotary base of layers with a window and of the others.
         rotation_is_a_key: whether a file says whether queries and keys are rotated.
         needs_layer_norm_eps: whether a file must also have the epsilon of layer norms, although there
             are none.
@@ -100,6 +102,7 @@ class LlamaCppSupport(NamedTuple):
     norm_topk_prob: bool = True
     attention_alone: str = ""
     kv_heads_by_layer: bool = False
+    windows_by_layer: bool = False
     rotation_is_a_key: bool = False
     needs_layer_norm_eps: bool = False
     joined_layers: bool = False
@@ -143,8 +146,13 @@ class Family(NamedTuple):
             `other_layer_type`, in turn with `more_layer_types`. It is used only if a file has no
             layer_types. 0: the family has no such rule, and `layer_keys.windows_from_hf` says which
             layers have a window.
+        last_layer_is_full: whether the last layer must be full attention.
         default_local_theta: default base of the rotary positions in layers with a window; None: these
             layers have the base of the other layers.
+        unscaled_scores: whether attention's scores have no factor.
+        value_norm: whether the values of each head are divided by their root mean square.
+        layer_scalar: whether each block's result is multiplied by a number that is stored with the
+            block's parameters, but not trained.
         gated_attention: whether each head's attention is multiplied by a gate.
         centred_norms: whether norms multiply by 1 + weight, so that their weights are centred at 0.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
@@ -205,7 +213,11 @@ class Family(NamedTuple):
     trains_padding: bool = False
     any_mamba_width: bool = False
     full_attention_every: int = 0
+    last_layer_is_full: bool = False
     default_local_theta: float | None = None
+    unscaled_scores: bool = False
+    value_norm: bool = False
+    layer_scalar: bool = False
     gated_attention: bool = False
     centred_norms: bool = False
     embedding_scaled: bool = False
@@ -265,6 +277,10 @@ FIELDS_OF_SOME_FAMILIES = {
     "rope_local_theta",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "attention_k_eq_v",
+    "final_logit_softcapping",
     *MULTIPLIERS,
     *(key for layer_type in LAYER_TYPES.values() for key in layer_type.size_keys),
     *_EXPERT_KEYS,
@@ -325,6 +341,13 @@ _GLM_DEFAULTS: dict[str, Any] = {
     "pad_token_id": 151_329,
     "eos_token_id": [151_329, 151_336, 151_338],
 }
+# The norms of a block of Gemma 3 and 4.
+_NORMS_AROUND_BRANCHES = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 # llama.cpp's name of the norm before the feed-forward layer in its newer architectures.
 _POST_ATTENTION_NORM = "post_attention_norm"
 
@@ -436,12 +459,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 1,
         },
         qk_norm="heads",
-        norm_names=NormNames(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
+        norm_names=_NORMS_AROUND_BRANCHES,
         full_attention_every=6,
         default_local_theta=10_000.0,
         centred_norms=True,
@@ -453,6 +471,50 @@ FAMILIES: dict[str, Family] = {
             "use_bidirectional_attention",
         ),
         llama_cpp=LlamaCppSupport("gemma3", local_rope_theta=10_000.0),
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        (
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "rope_local_theta",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            "attention_k_eq_v",
+            "final_logit_softcapping",
+            "per_layer_config",
+        ),
+        {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_144,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            **gemma4_keys.DEFAULTS,
+        },
+        qk_norm="heads",
+        value_norm=True,
+        unscaled_scores=True,
+        layer_scalar=True,
+        norm_names=_NORMS_AROUND_BRANCHES,
+        rope_types=(PROPORTIONAL,),
+        full_attention_every=6,
+        last_layer_is_full=True,
+        default_local_theta=10_000.0,
+        embedding_scaled=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        llama_cpp=LlamaCppSupport("gemma4", kv_heads_by_layer=True, windows_by_layer=True),
+        own_keys=gemma4_keys,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

@@ -45,6 +45,7 @@ from monograph.model.scaling import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     YarnScaling,
 )
 from monograph.text.tokenizer import Tokenizer
@@ -78,6 +79,9 @@ _OUTER_NAMES = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
 }
+# The divisor of the frequency of a pair of channels that is not rotated. llama.cpp's own converter writes the
+# same number.
+_NOT_ROTATED = 1e30
 # llama.cpp's names of the layers of attention, by their names in a block.
 _BLOCK_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -88,6 +92,7 @@ _BLOCK_NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
     "self_attn.qkv_proj": "attn_qkv",
+    "layer_scalar": "layer_output_scale",
 }
 
 
@@ -271,6 +276,9 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     row_lengths = {"hidden_size": config.hidden_size}
     row_lengths |= feed_forward_of_family(config).llama_cpp_row_lengths(config)
     row_lengths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
+    if config.global_head_dim:
+        width = config.num_attention_heads * config.global_head_dim
+        row_lengths["num_attention_heads * global_head_dim"] = width
     for mixer in _mixers(config):
         row_lengths |= mixer.llama_cpp_row_lengths(config)
     for key, length in row_lengths.items():
@@ -342,6 +350,12 @@ def _check_windows(config: LlamaConfig) -> None:
             f"sliding_window = {window}: llama.cpp computes windows in a {config.model_type} of {only_with} layers, "
             f"and only in such a one{USE_HF}"
         )
+    if llama_cpp_support(config).windows_by_layer:
+        if window is None:
+            raise InputRefused(
+                f"layer_types: llama.cpp loads a {config.model_type} only if some layer has a window{USE_HF}"
+            )
+        return
     if window is None:
         return
     if not every:
@@ -389,13 +403,19 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_head_count(config.num_attention_heads)
     llama_cpp = llama_cpp_support(config)
     if llama_cpp.kv_heads_by_layer:
-        writer.add_head_count_kv([mixer.key_value_heads(config) for mixer in mixers])
+        writer.add_head_count_kv(
+            [mixer.key_value_heads(config.of_layer(layer)) for layer, mixer in enumerate(mixers)]
+        )
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rotary_dim)
+    # Where layers have heads of several widths, these are for layers without a window, as the last one.
+    of_layer = config.of_layer(config.num_hidden_layers - 1)
+    writer.add_key_length(of_layer.head_dim)
+    writer.add_value_length(of_layer.head_dim)
+    writer.add_rope_dimension_count(of_layer.rotary_dim)
     writer.add_rope_freq_base(config.rope_theta)
+    if llama_cpp.windows_by_layer:
+        _add_windows_by_layer(writer, config)
     if llama_cpp.rotation_is_a_key:
         # Despite its name, llama.cpp reads in this key whether queries and keys are rotated.
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
@@ -423,7 +443,7 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     # llama.cpp does not load a gpt-oss without a window. So if the model has none, a window as long as the
     # longest text is written, which changes nothing.
     writes_window = config.sliding_window is not None or config.family.attention_sinks
-    if config.family.full_attention_every and writes_window:
+    if config.family.full_attention_every and writes_window and not llama_cpp.windows_by_layer:
         writer.add_sliding_window(config.sliding_window or _context_length(config))
     for mixer in _mixers(config):
         mixer.add_llama_cpp_sizes(writer, config, llama_cpp.name)
@@ -433,6 +453,22 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier or config.head_dim**-0.5)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_windows_by_layer(writer: GGUFWriter, config: LlamaConfig) -> None:
+    """Write which layers have a window, and what the heads of these layers are like."""
+    layers = range(config.num_hidden_layers)
+    writer.add_sliding_window_pattern([config.window(layer) is not None for layer in layers])
+    assert config.sliding_window is not None  # `_check_windows` refuses a model without windows
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count_swa(config.rotary_dim)
+    local_theta, _ = config.theta_and_scaling(local=True)
+    writer.add_rope_freq_base_swa(local_theta)
+    writer.add_embedding_length_per_layer_input(0)
+    # Without this key llama.cpp takes a cap of 30, and 0 is none.
+    writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
 
 
 def _convert_by_mixer(
@@ -482,8 +518,8 @@ def llama_cpp_tensors(
         # the suffix is weight, the layer is 3, and `inner`, the module's name in its block, is
         # self_attn.q_proj.
         module, _, suffix = name.rpartition(".")
-        if suffix == "sinks":
-            # The sinks are named self_attn.sinks, without ".weight", and llama.cpp's name has ".weight".
+        if suffix in ("sinks", "layer_scalar"):
+            # These are named self_attn.sinks and layer_scalar, without ".weight". llama.cpp's names have it.
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
@@ -568,10 +604,21 @@ def interleave_rotary_pairs(rows: Tensor, head_dim: int, rotary_dim: int) -> Ten
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     """Return the numbers by which llama.cpp divides the rotary frequencies, as tensors [F] by its names.
 
-    llama.cpp reads the scalings "llama3" and "longrope" from such tensors. For other scalings, which it
-    reads from the header, the result is {}.
+    llama.cpp reads the scalings "llama3", "longrope" and "proportional" from such tensors. For other
+    scalings, which it reads from the header, the result is {}.
     """
     scaling = config.rope_scaling
+    if llama_cpp_support(config).windows_by_layer:
+        # Such an architecture has the tensor in any case. Its numbers are for layers without a window.
+        config = config.of_layer(config.num_hidden_layers - 1)
+        divisors_F = torch.full((config.rotary_dim // 2,), _NOT_ROTATED)
+        rotated_pairs = config.rotary_dim // 2
+        factor = 1.0
+        if isinstance(scaling, ProportionalScaling):
+            rotated_pairs = scaling.rotated_pairs(config.rotary_dim)
+            factor = scaling.factor
+        divisors_F[:rotated_pairs] = factor
+        return {"rope_freqs.weight": divisors_F}
     if isinstance(scaling, LongScaling):
         return {
             "rope_factors_long.weight": torch.tensor(scaling.long_factor),

@@ -107,6 +107,17 @@ _WRAPPERS = {
         tie_word_embeddings=True,
         other_text_types=("ministral3",),
     ),
+    "gemma4": _Wrapper(
+        "gemma4_text",
+        {"model.language_model.": "model."},
+        (
+            "model.vision_tower.",
+            "model.audio_tower.",
+            "model.embed_vision.",
+            "model.embed_audio.",
+        ),
+        tie_word_embeddings=True,
+    ),
 }
 # The prefix of layers for multi-token prediction, in families that have such layers.
 MTP_PREFIX = "mtp."

@@ -167,11 +167,11 @@ def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
     if family.full_attention_every and "sliding_window" in family.optional_keys:
         values["sliding_window"] = family.defaults["sliding_window"]
     window, types = windows_from_hf(values)
-    if types and not family.other_layers.attends:
-        # The last layer is full attention, so that a model of few layers has attention, too.
+    if types and (family.last_layer_is_full or not family.other_layers.attends):
+        # In a hybrid the last layer is full attention, so that a model of few layers has attention, too.
         types = (*types[:-1], FULL_ATTENTION)
     local_theta = None
-    if "rope_local_base_freq" in family.optional_keys:
+    if "rope_local_base_freq" in family.optional_keys or family.last_layer_is_full:
         local_theta = family.default_local_theta
     keys: dict[str, Any] = {
         "model_type": model_type,

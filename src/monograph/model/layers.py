@@ -43,6 +43,18 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden, self.weight, self.eps)
 
 
+class UnweightedRMSNorm(nn.Module):
+    """A layer that divides by the root mean square, y = x / sqrt(mean(x^2) + eps)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise over the last axis."""
+        return rms_norm(hidden, None, self.eps)
+
+
 class Scale(nn.Module):
     """A layer that multiplies by a number."""
 
@@ -77,8 +89,11 @@ def make_norm(config: LlamaConfig, size: int) -> RMSNorm:
 class Attention(Mixer):
     """Grouped-query self-attention with rotary positions.
 
-    Some families also have biases, norms of queries and keys, gates, or sinks. With gates, the
+    Some families also have biases, norms of queries, keys or values, gates, or sinks. With gates, the
     query projection gives for each head its query and then its gate, which have the same width.
+
+    Where `values_are_keys`, there is no v_proj: values are what k_proj gives, before the norm and the
+    rotation of keys.
     """
 
     name = "self_attn"
@@ -86,6 +101,9 @@ class Attention(Mixer):
     siblings = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        """Add the parameters of a layer, given the configuration of the layer
+        (`LlamaConfig.of_layer`).
+        """
         super().__init__(config, impl)
         query_width = config.num_attention_heads * config.head_dim
         key_value_width = config.num_key_value_heads * config.head_dim
@@ -94,7 +112,11 @@ class Attention(Mixer):
         query_and_gate_width = 2 * query_width if self.is_gated else query_width
         self.q_proj = Linear(config.hidden_size, query_and_gate_width, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
-        self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+        self.values_are_keys = config.attention_k_eq_v
+        if self.values_are_keys:
+            self.siblings = ("q_proj", "k_proj")
+        else:
+            self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         output_bias = config.attention_bias and config.family.output_bias
         self.o_proj = Linear(query_width, config.hidden_size, bias=output_bias)
         # True: queries and keys are normalised over all heads together. False: over each head, or not at
@@ -111,6 +133,9 @@ class Attention(Mixer):
         else:
             self.q_norm = nn.Identity()
             self.k_norm = nn.Identity()
+        self.v_norm: nn.Module = nn.Identity()
+        if config.family.value_norm:
+            self.v_norm = UnweightedRMSNorm(config.rms_norm_eps)
         self.sinks = (
             nn.Parameter(torch.empty(config.num_attention_heads))
             if config.family.attention_sinks
@@ -133,7 +158,8 @@ class Attention(Mixer):
     ) -> Tensor:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
 
-        With gates, attention's result is multiplied by sigmoid(gate) before o_proj.
+        With gates, attention's result is multiplied by sigmoid(gate) before o_proj. In some families the
+        values are normalised, too.
 
         Args:
             hidden_BTD: x.
@@ -144,7 +170,7 @@ class Attention(Mixer):
         """
         query_BTX = self.q_proj(hidden_BTD)
         key_BTX = self.k_proj(hidden_BTD)
-        value_BTX = self.v_proj(hidden_BTD)
+        value_BTX = key_BTX if self.values_are_keys else self.v_proj(hidden_BTD)
         if self.is_gated:
             # q_proj's channels are head by head, each head's query before its gate.
             query_and_gate_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
@@ -179,6 +205,7 @@ class Attention(Mixer):
             if not self.norms_over_all_heads:
                 query_BHTE = self.q_norm(query_BHTE)
                 key_BKTE = self.k_norm(key_BKTE)
+                value_BKTE = self.v_norm(value_BKTE)
             if cos_sin_B1TF is not None:
                 query_BHTE, key_BKTE = (
                     rotate(
@@ -218,7 +245,7 @@ class Attention(Mixer):
         d_attn is the width of all heads together.
         """
         positions = visible_positions(config.window(layer))
-        return 12 * config.num_attention_heads * config.head_dim * positions
+        return 12 * config.num_attention_heads * config.of_layer(layer).head_dim * positions
 
     @classmethod
     def decode_flops(cls, config: LlamaConfig, context: float) -> float:

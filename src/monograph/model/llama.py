@@ -16,7 +16,7 @@ F rotated pairs of a head, V vocabulary; 1 an axis of length 1.
 
 import hashlib
 import math
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import AttentionKernel, Impl, Mask
 from monograph.ops.fused_gradients import takes_no_gradients
+from monograph.ops.logit_cap import capped
 
 # Positions per side of a block of a block mask. This is flex attention's own default.
 BLOCK = 128
@@ -200,12 +201,25 @@ def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]
     return [*mixers_of_family(config), feed_forward_of_family(config)]
 
 
-def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[FeedForward]]:
-    """Return the classes of a block's mixer and feed-forward layer.
+class BlockKind(NamedTuple):
+    """What decides the shapes of a block's parameters.
 
-    Two blocks of a model with the same classes have parameters of the same shapes.
+    Attributes:
+        mixer: the class of its mixer.
+        feed_forward: the class of its feed-forward layer.
+        of_layer: the configuration of the layer's heads (`LlamaConfig.of_layer`).
     """
-    return mixer_of(config, layer), feed_forward_of(config, layer)
+
+    mixer: type[Mixer]
+    feed_forward: type[FeedForward]
+    of_layer: LlamaConfig
+
+
+def kind_of_block(config: LlamaConfig, layer: int) -> BlockKind:
+    """Return the kind of a block. Two blocks of one kind have parameters of the same shapes."""
+    return BlockKind(
+        mixer_of(config, layer), feed_forward_of(config, layer), config.of_layer(layer)
+    )
 
 
 class Block(nn.Module):
@@ -215,6 +229,9 @@ class Block(nn.Module):
     experts. In families without feed-forward layers (`Family.has_feed_forward`), a block is only the
     first of these sums. Each family has some of the four norms. s is config.residual_multiplier. Each
     block can be compiled by itself, or recomputed by itself in the backward pass.
+
+    In some families x is at last multiplied by `layer_scalar`, a number that is stored with the block's
+    parameters. As in transformers, it is not trained: its gradient is 0.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
@@ -224,13 +241,17 @@ class Block(nn.Module):
         self._add_norm(config, self.norm_names.before_attention)
         mixer_class = mixer_of(config, layer)
         self.mixer_name = mixer_class.name
-        self.add_module(self.mixer_name, mixer_class(config, impl))
+        self.add_module(self.mixer_name, mixer_class(config.of_layer(layer), impl))
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
         self.has_mlp = config.family.has_feed_forward
         self.mlp = feed_forward_of(config, layer)(config)
         self._add_norm(config, self.norm_names.after_mlp)
         self.scale_branch = make_scale(config.residual_multiplier)
+        # A parameter and no buffer, so that engines, checkpoints and exports keep it like any other.
+        self.layer_scalar: nn.Parameter | None = None
+        if config.family.layer_scalar:
+            self.layer_scalar = nn.Parameter(torch.empty(1))
 
     @property
     def mixer(self) -> Mixer:
@@ -278,7 +299,15 @@ class Block(nn.Module):
             return hidden_BTD
         normed_BTD = self._normalise(names.before_mlp, hidden_BTD)
         branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
-        return hidden_BTD + self.scale_branch(self._normalise(names.after_mlp, branch_BTD))
+        hidden_BTD = hidden_BTD + self.scale_branch(self._normalise(names.after_mlp, branch_BTD))
+        if self.layer_scalar is None:
+            return hidden_BTD
+        return hidden_BTD * self.layer_scalar.detach().to(hidden_BTD.dtype)
+
+
+def is_never_trained(name: str) -> bool:
+    """Return whether no model trains a parameter of this name, because its gradient is always 0."""
+    return name.endswith(".layer_scalar")
 
 
 class Decoder(nn.Module):
@@ -339,6 +368,8 @@ class Llama(nn.Module):
         self.attention = attention
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        # The losses, which read the head's weight, ask the head for the cap (`cap_of`).
+        self.lm_head.logit_cap = config.final_logit_softcapping
         # transformers keeps the factor in fp32, so it is rounded to fp32 here. The tensor is on the CPU even
         # if the model is built on the meta device, whose tensors have no numbers.
         self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())
@@ -471,16 +502,19 @@ class Llama(nn.Module):
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
                 )
-        # Layers with a window may have another base of the rotary positions (`has_local_theta`).
-        cos_sin_by_locality: dict[bool, CosSin] = {}
+        # Layers with a window may have another base of the rotary positions (`has_local_theta`), and layers
+        # without one another width of a head.
+        cos_sin_by_kind: dict[tuple[bool, int], CosSin] = {}
         layer_inputs: list[tuple[CosSin | None, Mask]] = []
         for layer in range(self.config.num_hidden_layers):
             layer_cos_sin = None
             if self.config.rotates(layer):
                 is_local = self.config.has_local_theta(layer)
-                if is_local not in cos_sin_by_locality:
-                    cos_sin_by_locality[is_local] = cos_sin(positions, self.config, dtype, is_local)
-                layer_cos_sin = cos_sin_by_locality[is_local]
+                of_layer = self.config.of_layer(layer)
+                kind = (is_local, of_layer.head_dim)
+                if kind not in cos_sin_by_kind:
+                    cos_sin_by_kind[kind] = cos_sin(positions, of_layer, dtype, is_local)
+                layer_cos_sin = cos_sin_by_kind[kind]
             mask: Mask = segments
             if not reads_segments[layer]:
                 mask = mask_by_window[self._window_in(length, layer)]
@@ -495,8 +529,11 @@ class Llama(nn.Module):
         return min(self.config.window(layer) or length, length)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
-        return self.lm_head(hidden_BTD)
+        """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V].
+
+        With config.final_logit_softcapping they are capped (`monograph.ops.logit_cap`).
+        """
+        return capped(self.lm_head(hidden_BTD), self.config.final_logit_softcapping)
 
     def use_attention(
         self, impl: Impl, kernel: AttentionKernel = "torch", device_type: str = ""

@@ -28,7 +28,7 @@ from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.scaling import QUERY_GROWTH
 
 # The families of which no key tells all that differs from others. Such parts are taken to be off.
-HIDDEN_FAMILIES = {"ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"}
+HIDDEN_FAMILIES = {"ernie4_5", "exaone4", "gemma", "gemma4_text", "glm", "glm4", "helium"}
 # Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
 # and settings of generation and classification.
 _IDLE_KEYS = {

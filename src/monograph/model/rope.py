@@ -14,7 +14,13 @@ from torch import Tensor
 
 from monograph import compat
 from monograph.model.config import LlamaConfig
-from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 from monograph.ops.materialize import materialize
 from monograph.ops.rotation import (
     can_rotate_projections,
@@ -46,6 +52,8 @@ def inverse_frequencies(
                   k[i] linear in i       in between
         longrope: f / short_factor[i]. The model's long_factor is for texts longer than L, which this
                   package does not compute (`LongScaling`).
+        proportional: f / factor, and 0 from pair floor(partial_rotary_factor D / 2) on: these pairs
+                  are not rotated.
 
     Args:
         config: the model's rotary positions: rotary_dim, rope_theta, rope_scaling.
@@ -75,6 +83,10 @@ def inverse_frequencies(
         return _scale_as_llama3(frequencies_F, scaling)
     if isinstance(scaling, LongScaling):
         return 1.0 / (torch.tensor(scaling.short_factor, device=device).to(dtype) * powers_F)
+    if isinstance(scaling, ProportionalScaling):
+        pairs_F = torch.arange(config.rotary_dim // 2, device=device)
+        is_rotated_F = pairs_F < scaling.rotated_pairs(config.rotary_dim)
+        return torch.where(is_rotated_F, frequencies_F, 0.0) / scaling.factor
     kept_F = _yarn_kept_share(scaling, config.rotary_dim, theta).to(exponents_F)
     stretched_F = 1.0 / (scaling.factor * powers_F)
     return stretched_F * (1 - kept_F) + frequencies_F * kept_F

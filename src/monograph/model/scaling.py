@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LONGROPE = "longrope"  # the rope_type of `LongScaling`
 # The key of a table of rotary positions that says how queries grow (`GrowingYarnScaling`).
 QUERY_GROWTH = "llama_4_scaling_beta"
+PROPORTIONAL = "proportional"  # the rope_type of `ProportionalScaling`
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
@@ -213,13 +214,41 @@ class LongScaling:
         return min(self.original_max_position_embeddings, self.max_position_embeddings)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the fastest pairs of channels are rotated, with the wavelengths that they have if all are.
+
+    `rope.inverse_frequencies` has the equation.
+
+    Attributes:
+        partial_rotary_factor: share of the pairs that are rotated.
+        factor: factor of the wavelengths.
+    """
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("partial_rotary_factor", "factor"):
+            check_positive_number(f"rope_parameters.{name}", getattr(self, name))
+        if self.partial_rotary_factor > 1:
+            raise InputRefused(
+                f"rope_parameters.partial_rotary_factor = {self.partial_rotary_factor}: expected at most 1"
+            )
+
+    def rotated_pairs(self, head_dim: int) -> int:
+        """Return how many pairs of a head's channels are rotated. These are the first ones."""
+        return int(self.partial_rotary_factor * head_dim // 2)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | ProportionalScaling
 
 _SCALING_CLASSES: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     LONGROPE: LongScaling,
+    PROPORTIONAL: ProportionalScaling,
 }
 
 
@@ -388,11 +417,14 @@ def _read_scaling(
         values: the content of the config.json, with its family's defaults filled in.
         rope_types: the family's scalings, by transformers' names.
     """
+    name = table.get("rope_type", table.get("type", "default"))
+    if name == PROPORTIONAL and name in rope_types:
+        factors = ("partial_rotary_factor", "factor")
+        return ProportionalScaling(**{key: table[key] for key in factors if key in table})
     if table.get("partial_rotary_factor", 1) != 1:
         raise InputRefused(
             f"partial_rotary_factor = {table['partial_rotary_factor']!r} is not supported: only 1 is"
         )
-    name = table.get("rope_type", table.get("type", "default"))
     if name == "default":
         return None
     # Older files of families with LongRoPE call it "su" or "yarn".
@@ -477,6 +509,8 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     theta = config.rope_theta
     scaling = config.rope_scaling
     values = dict[str, Any]()
+    if PROPORTIONAL in config.family.rope_types:
+        return {"rope_parameters": _two_tables_to_hf(config)}
     if isinstance(scaling, LongScaling):
         values = _long_to_hf(scaling)
     elif QUERY_GROWTH in config.family.optional_keys:
@@ -514,6 +548,21 @@ def _growing_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "rope_parameters": {**table, "rope_theta": config.rope_theta},
         "rope_scaling": None,  # transformers would prefer this table, without the growth
         "max_position_embeddings": longest,
+    }
+
+
+def _two_tables_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the tables of rotary positions of layers without and with a window."""
+    full_table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if isinstance(config.rope_scaling, ProportionalScaling):
+        full_table["rope_type"] = PROPORTIONAL
+        full_table["partial_rotary_factor"] = config.rope_scaling.partial_rotary_factor
+        if config.rope_scaling.factor != 1:
+            full_table["factor"] = config.rope_scaling.factor  # transformers warns of this key
+    local_theta = config.rope_local_theta or config.rope_theta
+    return {
+        FULL_ATTENTION: full_table,
+        SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local_theta},
     }
 
 

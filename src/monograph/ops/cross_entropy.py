@@ -29,6 +29,7 @@ from monograph.ops.fused_gradients import (
     fused_gradient_of,
     product,
 )
+from monograph.ops.logit_cap import cap_slope, capped
 from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
@@ -65,11 +66,15 @@ def linear_cross_entropy(
     rows: ReplacementRows | None = None,
     device_type: str | None = None,
     in_fp8: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
 
     loss = sum over n with targets[n] != -100 of  logsumexp(z[n]) - z[n, targets[n]],   z = hidden @ weight.T
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
+
+    With a cap, y = cap tanh(z / cap) takes the place of z, and the gradient by z has the factor
+    1 - (y / cap)^2.
 
     "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one
     chunk's logits are alive. Under `torch.no_grad()` it computes only the loss. The idea is that of
@@ -93,6 +98,7 @@ def linear_cross_entropy(
             (`Float8Weight`), for bf16 hidden states. The weight's gradient stays a product in bf16, since
             only such a product can add to fp32 sums. V and D must be multiples of 16, and there are no
             `rows`.
+        cap: see above; None: logits have no cap.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -108,7 +114,7 @@ def linear_cross_entropy(
     if impl == "reference":
         weight_VD = weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(mask_N.dtype)
-        return F.cross_entropy(logits_NV, targets_N, reduction="sum"), count
+        return F.cross_entropy(capped(logits_NV, cap), targets_N, reduction="sum"), count
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     device_type = device_type or hidden_ND.device.type
@@ -116,7 +122,7 @@ def linear_cross_entropy(
         # Inside vmap this is the loss of one member. The rule of `_MembersLoss` for vmap turns it into one
         # call for all members.
         losses_1, _ = _MembersLoss.apply(
-            hidden_ND[None], weight_VD, valid_targets_N[None], mask_N[None], device_type
+            hidden_ND[None], weight_VD, valid_targets_N[None], mask_N[None], (device_type, cap)
         )
         return losses_1[0], count
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
@@ -130,13 +136,13 @@ def linear_cross_entropy(
         fused_VD, total_VD = (None, None) if fused is None else fused
         values_KD, index_K, slot_V = (None, None, None) if rows is None else rows
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. So
-        # only the four settings, which are no tensors, are packed.
+        # only the five settings, which are no tensors, are packed.
         loss, _, _ = _ChunkedLoss.apply(
             hidden_ND,
             weight_VD,
             valid_targets_N,
             mask_N,
-            (chunks, device_type, trains_weight, in_fp8),
+            (chunks, device_type, trains_weight, in_fp8, cap),
             values_KD,
             index_K,
             slot_V,
@@ -144,7 +150,7 @@ def linear_cross_entropy(
             total_VD,
         )
         return loss, count
-    return _loss_only(hidden_ND, weight_VD, valid_targets_N, mask_N, chunks, rows), count
+    return _loss_only(hidden_ND, weight_VD, valid_targets_N, mask_N, chunks, rows, cap), count
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
@@ -174,10 +180,13 @@ class HeadWeight(NamedTuple):
     Attributes:
         weight_VD: the weight, in the dtype of the hidden states.
         rounded: the weight in fp8, if the products are in fp8.
+        cap: the cap of the logits (`monograph.ops.logit_cap`), which `logits` does not apply; None:
+            there is none.
     """
 
     weight_VD: Tensor
     rounded: Float8Weight | None = None
+    cap: float | None = None
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return x W^T, [C, V]."""
@@ -186,7 +195,7 @@ class HeadWeight(NamedTuple):
         return self.rounded.logits(hidden_CD)
 
     def hidden_gradient(self, grad_CV: Tensor) -> Tensor:
-        """Return dz W, [C, D], for dz = softmax - onehot, whose elements are from -1 to 1."""
+        """Return dz W, [C, D], for the gradient dz of the logits, whose elements are from -1 to 1."""
         if self.rounded is None:
             return grad_CV @ self.weight_VD
         return self.rounded.hidden_gradient(grad_CV, largest=1.0)
@@ -206,11 +215,14 @@ def _add_differences(logits_CV: Tensor, hidden_CD: Tensor, differences: Replacem
 
 
 def _chunk_loss(
-    chunk: TokenChunk, weight_VD: Tensor, differences: ReplacementRows | None
+    chunk: TokenChunk,
+    weight_VD: Tensor,
+    differences: ReplacementRows | None,
+    cap: float | None,
 ) -> Tensor:
     """Return the sum of a chunk's cross-entropies; for `differences` see `_logits`."""
     hidden_CD, targets_C, mask_C = chunk
-    logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
+    logits_CV = capped(_logits(hidden_CD, weight_VD, differences).to(mask_C.dtype), cap)
     target_logit_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     return ((logits_CV.logsumexp(-1) - target_logit_C) * mask_C).sum()
 
@@ -222,13 +234,14 @@ def _loss_only(
     mask_N: Tensor,
     chunks: int,
     rows: ReplacementRows | None,
+    cap: float | None,
 ) -> Tensor:
     """Return the sum of the cross-entropies, computed without gradients."""
     weight_VD = weight_VD.to(hidden_ND.dtype)
     differences = _differences(weight_VD, rows)
     return torch.stack(
         [
-            _chunk_loss(chunk, weight_VD, differences)
+            _chunk_loss(chunk, weight_VD, differences, cap)
             for chunk in _split(hidden_ND, targets_N, mask_N, chunks)
         ]
     ).sum()
@@ -251,7 +264,7 @@ class _ChunkGradients(NamedTuple):
         loss: the sum, 0-d; in a compiled graph on CUDA, the losses [C].
         hidden_grad_CD: the gradient of the hidden states.
         hidden_CD: the hidden states.
-        logits_grad_CV: softmax - onehot.
+        logits_grad_CV: the gradient of the logits: softmax - onehot, with a cap times the cap's slope.
     """
 
     loss: Tensor
@@ -297,9 +310,10 @@ def _traced_gradients(
     dtype: torch.dtype,
     differences: ReplacementRows | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
+    """Return losses [C] and their gradient by the logits [C, V], in the dtype of `hidden_CD`.
 
-    Nothing is written in place, so that a compiler can fuse the operations.
+    The gradient is softmax - onehot, with a cap times the cap's slope. Nothing is written in place, so that
+    a compiler can fuse the operations.
     """
     logits_CV = head.logits(hidden_CD).to(dtype)
     if differences is not None:
@@ -307,18 +321,21 @@ def _traced_gradients(
         added_CK = (hidden_CD @ differences.values_KD.T).to(dtype)
         added_CV = added_CK[:, differences.slot_V.clamp_min(0)]
         logits_CV = logits_CV + torch.where(differences.slot_V >= 0, added_CV, 0)
+    logits_CV = capped(logits_CV, head.cap)
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
     softmax_CV = (logits_CV - lse_C1).exp()
     classes_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
     grad_CV = torch.where(classes_V == target_C1, softmax_CV - 1, softmax_CV)
+    if head.cap is not None:
+        grad_CV = grad_CV * cap_slope(logits_CV, head.cap)
     return (lse_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
 def _traced_gradients_on_cuda(
     hidden_CD: Tensor, head: HeadWeight, targets_C: Tensor, mask_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
+    """Return losses [C] and their gradient by the logits [C, V], both zero for ignored tokens.
 
     One kernel computes both (`replace_logits_`), except for fp64 and inside transforms of torch.func. For
     these the operators are in a form for which Inductor needs only two passes over the logits. On a CPU
@@ -326,9 +343,9 @@ def _traced_gradients_on_cuda(
     """
     logits_CV = head.logits(hidden_CD)
     if can_replace_logits(logits_CV) and not compat.in_transform():
-        losses_C = replace_logits_(logits_CV, targets_C, mask_C)
+        losses_C = replace_logits_(logits_CV, targets_C, mask_C, head.cap)
         return losses_C, logits_CV
-    logits_CV = logits_CV.to(mask_C.dtype)
+    logits_CV = capped(logits_CV.to(mask_C.dtype), head.cap)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
@@ -339,6 +356,8 @@ def _traced_gradients_on_cuda(
     losses_C1 = sum_C1.log() + largest_C1 - target_logit_C1
     mask_C1 = mask_C.unsqueeze(-1)
     grad_CV = (exp_CV / sum_C1 - is_target_CV.to(exp_CV.dtype)) * mask_C1
+    if head.cap is not None:
+        grad_CV = grad_CV * cap_slope(logits_CV, head.cap)
     return (losses_C1 * mask_C1).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
@@ -350,7 +369,7 @@ def _eager_gradients(
     differences: ReplacementRows | None,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
+    """Return losses [C] and their gradient by the logits [C, V], as `_traced_gradients` does.
 
     The logits are overwritten, those of `block_size` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
@@ -361,13 +380,16 @@ def _eager_gradients(
     losses: list[Tensor] = []
     blocks = zip(logits_CV.split(block_size), targets_C.split(block_size), strict=True)
     for logits_RV, targets_R in blocks:
-        log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
+        capped_RV = capped(logits_RV.to(dtype), head.cap)
+        log_softmax_RV = capped_RV.log_softmax(-1)
         target_R1 = targets_R.unsqueeze(-1)
         losses_R1 = -log_softmax_RV.gather(-1, target_R1)
         losses.append(losses_R1.squeeze(-1))
         grad_RV = log_softmax_RV.exp_()
         grad_RV.scatter_add_(-1, target_R1, torch.full_like(losses_R1, -1.0))
-        logits_RV.copy_(grad_RV)  # softmax - onehot
+        if head.cap is not None:
+            grad_RV.mul_(cap_slope(capped_RV, head.cap))
+        logits_RV.copy_(grad_RV)
     return torch.cat(losses), logits_CV
 
 
@@ -398,12 +420,12 @@ class _ChunkedLoss(torch.autograd.Function):
         fused_VD,
         total_VD,
     ):
-        chunks, device_type, trains_weight, in_fp8 = settings
+        chunks, device_type, trains_weight, in_fp8, cap = settings
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
         read_VD = weight_VD if fused_VD is None else fused_VD  # what the products read
         weight_VD = read_VD.to(hidden_ND.dtype)
-        head = HeadWeight(weight_VD, Float8Weight.of(weight_VD) if in_fp8 else None)
+        head = HeadWeight(weight_VD, Float8Weight.of(weight_VD) if in_fp8 else None, cap)
         differences = None
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
@@ -446,7 +468,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
         _, weight_VD, _, _, settings, values_KD, _, _, _, total_VD = inputs
-        _chunks, _device_type, trains_weight, _in_fp8 = settings
+        _chunks, _device_type, trains_weight, _in_fp8, _cap = settings
         ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
         ctx.fused_weight_VD = None if total_VD is None else weight_VD
@@ -493,15 +515,16 @@ class _MembersLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        hidden_MND, weight_VD, targets_MN, mask_MN, device_type
+        hidden_MND, weight_VD, targets_MN, mask_MN, device_type_and_cap
     ):
+        device_type, cap = device_type_and_cap
         members, tokens = targets_MN.shape
         # At most as many chunks as the members would have if they were computed one after another.
         chunks = min(
             members * chunk_limit(tokens),
             needed_chunks(members * tokens, len(weight_VD), device_type),
         )
-        head = HeadWeight(weight_VD.to(hidden_MND.dtype))
+        head = HeadWeight(weight_VD.to(hidden_MND.dtype), cap=cap)
         block_size = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
@@ -536,7 +559,7 @@ class _MembersLoss(torch.autograd.Function):
 
     @staticmethod
     def vmap(  # type: ignore[no-untyped-def]
-        info: VmapInfo, in_dims, hidden, weight_VD, targets, mask, device_type
+        info: VmapInfo, in_dims, hidden, weight_VD, targets, mask, device_type_and_cap
     ):
         hidden_dim, weight_dim, targets_dim, mask_dim, _ = in_dims
         if weight_dim is not None:
@@ -553,7 +576,7 @@ class _MembersLoss(torch.autograd.Function):
             weight_VD,
             with_all_members(targets, targets_dim),
             with_all_members(mask, mask_dim),
-            device_type,
+            device_type_and_cap,
         )
         losses, hidden_grad = (each.unflatten(0, (info.batch_size, -1)) for each in outputs)
         return (losses, hidden_grad), (0, 0)
@@ -568,10 +591,13 @@ def token_log_probabilities(
     rows: ReplacementRows | None = None,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
     chunks: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the log-probability of a token at each place under a linear classifier.
 
     out[n] = z[n, tokens[n]] / temperature - logsumexp(z[n] / temperature),   z = hidden @ weight.T
+
+    With a cap, cap tanh(z / cap) takes the place of z.
 
     With `among` the logsumexp is over the tokens that are allowed at each place.
 
@@ -590,6 +616,7 @@ def token_log_probabilities(
             The function takes states [C] and returns which tokens are allowed in each, bool [C, at most V]
             (`monograph.decode.automaton_tables`). None: all tokens are allowed.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
+        cap: see above; None: logits have no cap.
 
     Returns:
         [N] fp32 (fp64 for fp64 input), in nats.
@@ -608,7 +635,10 @@ def token_log_probabilities(
     # would save no memory.
     if chunks == 1 or not torch.is_grad_enabled():
         return torch.cat(
-            [_chunk_log_probabilities(*piece, weight_VD, temperature, allowed) for piece in pieces]
+            [
+                _chunk_log_probabilities(*piece, weight_VD, temperature, allowed, cap)
+                for piece in pieces
+            ]
         )
     return torch.cat(
         [
@@ -618,6 +648,7 @@ def token_log_probabilities(
                 weight_VD,
                 temperature,
                 allowed,
+                cap,
                 use_reentrant=False,
             )
             for piece in pieces
@@ -632,11 +663,14 @@ def _chunk_log_probabilities(
     weight_VD: Tensor,
     temperature: float,
     allowed: Callable[[Tensor], Tensor] | None,
+    cap: float | None,
 ) -> Tensor:
     """Return the log-probabilities of a chunk's tokens, [C]; see `token_log_probabilities`."""
     logits_CV = hidden_CD @ weight_VD.T
     wide_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
-    logits_CV = logits_CV.to(wide_dtype) / temperature
+    # The cap's result is rounded to the dtype of the product, as the logits of `Llama.logits` are, so that a
+    # sampled token has the same bits here.
+    logits_CV = capped(logits_CV, cap).to(wide_dtype) / temperature
     if allowed is not None:
         allowed_CV = allowed(states_C)
         # Tokens for which `allowed_CV` has no column are not allowed, so their logits are left out.

@@ -67,13 +67,47 @@ def _unpacked(words_W, dtype: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _capped(values, CAP: tl.constexpr):
+    """Return CAP tanh(values / CAP), or the values if there is no cap, which is a CAP of 0.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1), and exp(2 x) = 2^(2 x log2 e). Close to 0 the difference would lose
+    digits, so tanh(x) = x - x^3 / 3 + 2 x^5 / 15 there.
+    """
+    if CAP > 0:
+        x = values / CAP
+        square = x * x
+        near_zero = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+        elsewhere = 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1)
+        values = CAP * tl.where(square < 0.01, near_zero, elsewhere)
+    return values
+
+
+@triton.jit
+def _with_slope(gradients, capped, CAP: tl.constexpr):
+    """Return the gradients times the slope of the cap, 1 - (capped / CAP)^2."""
+    if CAP > 0:
+        share = capped / CAP
+        gradients = gradients * (1 - share * share)
+    return gradients
+
+
+@triton.jit
 def _replace_row(
-    logits, targets, masks, losses, stride, V, T: tl.constexpr, PARTS_KEPT: tl.constexpr
+    logits,
+    targets,
+    masks,
+    losses,
+    stride,
+    V,
+    T: tl.constexpr,
+    PARTS_KEPT: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Replace the logits of one row by mask * (softmax - onehot), and write its loss.
 
     `stride` is the number of elements from a row to the next one. `kept` are the words of the PARTS_KEPT
-    parts in registers.
+    parts in registers. With a CAP above 0, the logits are capped, and their gradients have the factor of
+    the cap's slope.
     """
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
@@ -82,7 +116,7 @@ def _replace_row(
     dtype: tl.constexpr = logits.dtype.element_ty
     # The target's logit is overwritten below. All threads have read it by then, since they wait for each
     # other in the reductions.
-    target_logit = tl.load(row_logits + target).to(tl.float32)
+    target_logit = _capped(tl.load(row_logits + target).to(tl.float32), CAP)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     kept = ()
@@ -95,7 +129,8 @@ def _replace_row(
             # Always true. But the compiler does not know this, so it computes one part after the other. For
             # several parts at once there are too few registers.
             if part * T < V:
-                largest, total = _add_columns(_unpacked(kept[part], dtype, T), largest, total)
+                values_T = _capped(_unpacked(kept[part], dtype, T), CAP)
+                largest, total = _add_columns(values_T, largest, total)
     # Only the columns after the last multiple of T need a mask. Without a mask, a thread loads several
     # columns by one instruction.
     masked_begin = V // T * T
@@ -103,12 +138,15 @@ def _replace_row(
         logits_at_T = row_logits + begin + column_T
         # They stay in the cache for the second loop.
         values_T = tl.load(logits_at_T, eviction_policy="evict_last").to(tl.float32)
+        values_T = _capped(values_T, CAP)
         largest, total = _add_columns(values_T, largest, total)
     last_column_T = masked_begin + column_T
     if masked_begin < V:
         is_column_T = last_column_T < V
         logits_at_T = row_logits + last_column_T
         values_T = tl.load(logits_at_T, mask=is_column_T, other=float("-inf")).to(tl.float32)
+        if CAP > 0:
+            values_T = tl.where(is_column_T, _capped(values_T, CAP), float("-inf"))
         largest, total = _add_columns(values_T, largest, total)
     tl.store(losses + row, (tl.log2(total) * _LN_2 + (largest - target_logit)) * mask)
     factor = mask / total
@@ -117,28 +155,35 @@ def _replace_row(
     zero = (total < 0).to(tl.int32)
     for part in tl.static_range(PARTS_KEPT):
         if part * T < V:  # always true, as above
-            values_T = _unpacked(kept[part] ^ zero, dtype, T)
-            probabilities_T = _probabilities(values_T, largest, factor)
-            tl.store(row_logits + part * T + column_T, probabilities_T.to(dtype))
+            values_T = _capped(_unpacked(kept[part] ^ zero, dtype, T), CAP)
+            gradients_T = _with_slope(_probabilities(values_T, largest, factor), values_T, CAP)
+            tl.store(row_logits + part * T + column_T, gradients_T.to(dtype))
     for begin in range(PARTS_KEPT * T, masked_begin, T):
         logits_at_T = row_logits + begin + column_T
         values_T = tl.load(logits_at_T, eviction_policy="evict_first").to(tl.float32)
-        tl.store(logits_at_T, _probabilities(values_T, largest, factor).to(dtype))
+        values_T = _capped(values_T, CAP)
+        gradients_T = _with_slope(_probabilities(values_T, largest, factor), values_T, CAP)
+        tl.store(logits_at_T, gradients_T.to(dtype))
     if masked_begin < V:
         is_column_T = last_column_T < V
         logits_at_T = row_logits + last_column_T
-        values_T = tl.load(logits_at_T, mask=is_column_T, other=0.0).to(tl.float32)
-        probabilities_T = _probabilities(values_T, largest, factor)
-        tl.store(logits_at_T, probabilities_T.to(dtype), mask=is_column_T)
+        values_T = _capped(tl.load(logits_at_T, mask=is_column_T, other=0.0).to(tl.float32), CAP)
+        gradients_T = _with_slope(_probabilities(values_T, largest, factor), values_T, CAP)
+        tl.store(logits_at_T, gradients_T.to(dtype), mask=is_column_T)
     # One thread subtracts the one of the target, once the thread that has its column has written it. A
     # comparison of each column with the target would be a quarter of the second loop's instructions.
     tl.debug_barrier()
-    target_probability = _probabilities(target_logit, largest, factor)
-    tl.store(row_logits + target, (target_probability - mask).to(dtype))
+    target_gradient = _probabilities(target_logit, largest, factor) - mask
+    tl.store(row_logits + target, _with_slope(target_gradient, target_logit, CAP).to(dtype))
 
 
 def launch(
-    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor, most_columns: int
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    mask_C: Tensor,
+    losses_C: Tensor,
+    most_columns: int,
+    cap: float | None = None,
 ) -> None:
     """Launch the kernel; see `monograph.ops.logits_gradient.replace_logits_`.
 
@@ -148,6 +193,7 @@ def launch(
         mask_C: see there.
         losses_C: receives the losses.
         most_columns: the most columns that a program computes at once; a power of two.
+        cap: see there.
     """
     rows, columns = logits_CV.shape
     if not rows:
@@ -163,6 +209,7 @@ def launch(
         columns,
         T=columns_at_once,
         PARTS_KEPT=parts_kept(logits_CV, columns_at_once),
+        CAP=cap or 0.0,
         num_warps=warps,
     )
 

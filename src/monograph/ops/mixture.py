@@ -4,7 +4,7 @@ Shapes: N tokens, C tokens of one chunk, D hidden size of any model, V vocabular
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,22 @@ from torch import Tensor
 from monograph.ops.autograd import Context
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.ops.fused_gradients import add_product_
+from monograph.ops.logit_cap import cap_slope, capped
 from monograph.ops.token_rows import ReplacementRows, with_replaced_rows
+
+
+class Teacher(NamedTuple):
+    """What the loss reads of a teacher.
+
+    Attributes:
+        hidden_ND: the hidden states, or those of a chunk.
+        head_VD: the head.
+        cap: the cap of its logits (`monograph.ops.logit_cap`); None: there is none.
+    """
+
+    hidden_ND: Tensor
+    head_VD: Tensor
+    cap: float | None = None
 
 
 def mixture_cross_entropy(
@@ -20,11 +35,12 @@ def mixture_cross_entropy(
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
-    teachers: Sequence[tuple[Tensor, Tensor]] = (),
+    teachers: Sequence[Teacher] = (),
     share: float = 1.0,
     impl: Literal["chunked", "reference"] = "chunked",
     rows: ReplacementRows | None = None,
     chunks: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a mixture of the cross-entropy with targets and the divergence from the teachers.
 
@@ -32,6 +48,8 @@ def mixture_cross_entropy(
         KL(m || q) = sum over v of m(v) * (log m(v) - log q(v))
         q = softmax(hidden @ weight.T)
         m = mean over teachers of softmax(their hidden @ their weight.T), a constant
+
+    With a cap, a model's logits z become cap tanh(z / cap) before the softmax.
 
     A chunk's loss is computed together with the gradients of its hidden states and of the weight. At most two
     tensors [C, V] of the teachers' probabilities exist at a time: the sum so far and the next teacher's.
@@ -43,12 +61,12 @@ def mixture_cross_entropy(
             (fp64 for fp64).
         weight_VD: the head; it is cast to the dtype of the products.
         targets_N: int64 in [0, V), or -100 for a token that does not count.
-        teachers: each teacher's hidden states [N, D] and head [V, D]; (): this is
-            `linear_cross_entropy`.
+        teachers: the teachers; (): this is `linear_cross_entropy`.
         share: the targets' share of the loss, from 0 to 1.
         impl: "chunked", or "reference" for all tokens at once.
         rows: trained rows that replace some rows of a frozen weight; None: there are none.
         chunks: number of chunks into which N is cut; None: chosen by the size of a chunk's logits.
+        cap: the cap of the logits of the model that learns; None: there is none.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable with respect to
@@ -56,7 +74,7 @@ def mixture_cross_entropy(
         count: 0-d int64, the number of targets.
     """
     if not teachers:
-        return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
+        return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows, cap=cap)
     device_type = hidden_ND.device.type
     weight_VD = weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
     dtype = hidden_ND.dtype
@@ -67,12 +85,24 @@ def mixture_cross_entropy(
     elif not chunks:
         chunks = chunk_count(len(targets_N), len(weight_VD), device_type)
     count = (targets_N != -100).sum()
-    states = [states_ND.to(dtype) for states_ND, _ in teachers]
-    heads = [head_VD.to(dtype) for _, head_VD in teachers]
+    states = [teacher.hidden_ND.to(dtype) for teacher in teachers]
+    heads = [teacher.head_VD.to(dtype) for teacher in teachers]
+    settings = _Settings(share, chunks, cap, tuple(teacher.cap for teacher in teachers))
     loss: Tensor = _Mixed.apply(
-        hidden_ND.to(dtype), weight_VD, targets_N, (share, chunks), *states, *heads
+        hidden_ND.to(dtype), weight_VD, targets_N, settings, *states, *heads
     )
     return loss, count
+
+
+class _Settings(NamedTuple):
+    """The arguments of `_Mixed` that are not tensors: `share`, `chunks` and `cap` of
+    `mixture_cross_entropy`, and the cap of each teacher's logits.
+    """
+
+    share: float
+    chunks: int
+    cap: float | None
+    caps_of_teachers: tuple[float | None, ...]
 
 
 class _MixedContext(Context):
@@ -83,7 +113,7 @@ class _MixedContext(Context):
 class _Mixed(torch.autograd.Function):
     """Compute the loss and both gradients in one pass.
 
-    The gradient of the logits is q - share * onehot - (1 - share) * m.
+    The gradient of the logits is q - share * onehot - (1 - share) * m, with a cap times its slope.
     """
 
     @staticmethod
@@ -92,10 +122,9 @@ class _Mixed(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        share_and_chunks: tuple[float, int],
+        settings: _Settings,
         *states_and_heads: Tensor,
     ) -> Tensor:
-        share, chunks = share_and_chunks
         teacher_count = len(states_and_heads) // 2
         teacher_states = states_and_heads[:teacher_count]
         teacher_heads = states_and_heads[teacher_count:]
@@ -107,10 +136,17 @@ class _Mixed(torch.autograd.Function):
         )
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
-        pieces = (each.tensor_split(chunks) for each in (targets_N, hidden_ND, *teacher_states))
+        pieces = (
+            each.tensor_split(settings.chunks) for each in (targets_N, hidden_ND, *teacher_states)
+        )
         for targets_C, hidden_CD, *states in zip(*pieces, strict=True):
-            teachers = [*zip(states, teacher_heads, strict=True)]
-            loss, grad_CV = _chunk_gradient(share, targets_C, hidden_CD @ rounded_VD.T, teachers)
+            teachers = [
+                Teacher(*each)
+                for each in zip(states, teacher_heads, settings.caps_of_teachers, strict=True)
+            ]
+            loss, grad_CV = _chunk_gradient(
+                settings.share, targets_C, hidden_CD @ rounded_VD.T, settings.cap, teachers
+            )
             losses.append(loss)
             hidden_grads.append(grad_CV @ rounded_VD)
             add_product_(weight_grad_VD, grad_CV, hidden_CD)
@@ -131,22 +167,28 @@ class _Mixed(torch.autograd.Function):
 
 
 def _chunk_gradient(
-    share: float, targets_C: Tensor, logits_CV: Tensor, teachers: Sequence[tuple[Tensor, Tensor]]
+    share: float,
+    targets_C: Tensor,
+    logits_CV: Tensor,
+    cap: float | None,
+    teachers: Sequence[Teacher],
 ) -> tuple[Tensor, Tensor]:
     """Return a chunk's loss, 0-d, and its gradient by the logits, [C, V] in their dtype.
 
     Args:
         share: see `mixture_cross_entropy`.
         targets_C: the targets.
-        logits_CV: the logits of the model that learns.
-        teachers: each teacher's hidden states [C, D] and head [V, D].
+        logits_CV: the logits of the model that learns, before the cap.
+        cap: the cap of these logits.
+        teachers: the teachers, with the hidden states of the chunk.
     """
     wide_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
     teachers_mean_CV = torch.zeros_like(logits_CV, dtype=wide_dtype)  # m
-    for states_CD, head_VD in teachers:
-        logits_of_teacher_CV = (states_CD @ head_VD.T).to(wide_dtype)
+    for states_CD, head_VD, cap_of_teacher in teachers:
+        logits_of_teacher_CV = capped((states_CD @ head_VD.T).to(wide_dtype), cap_of_teacher)
         teachers_mean_CV = teachers_mean_CV + logits_of_teacher_CV.softmax(-1) / len(teachers)
-    log_q_CV = logits_CV.to(wide_dtype).log_softmax(-1)
+    capped_CV = capped(logits_CV.to(wide_dtype), cap)
+    log_q_CV = capped_CV.log_softmax(-1)
     classes_V = torch.arange(log_q_CV.shape[1], device=log_q_CV.device)
     is_target_CV = classes_V == targets_C.unsqueeze(-1)
     # The loss is the cross-entropy with this distribution, plus a constant.
@@ -155,5 +197,7 @@ def _chunk_gradient(
     constant_CV = (1 - share) * torch.special.xlogy(teachers_mean_CV, teachers_mean_CV)
     terms_CV = constant_CV - wanted_CV * log_q_CV
     is_counted_C1 = (targets_C != -100).unsqueeze(-1)
-    grad_CV = torch.where(is_counted_C1, log_q_CV.exp() - wanted_CV, 0.0).to(logits_CV.dtype)
-    return torch.where(is_counted_C1, terms_CV, 0.0).sum(), grad_CV
+    grad_CV = torch.where(is_counted_C1, log_q_CV.exp() - wanted_CV, 0.0)
+    if cap is not None:
+        grad_CV = grad_CV * cap_slope(capped_CV, cap)
+    return torch.where(is_counted_C1, terms_CV, 0.0).sum(), grad_CV.to(logits_CV.dtype)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Scale each vector of the last axis to a root mean square of one, then by a learned weight.
 
         y = x / sqrt(mean(x^2) + eps) * weight
@@ -16,7 +16,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         hidden: x, [..., D], floating.
-        weight: [D], floating.
+        weight: [D], floating; None: all ones.
         eps: added to the mean square.
 
     Returns:
@@ -26,4 +26,5 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(hidden.dtype)
+    normed = wide * scale
+    return (normed if weight is None else normed * weight).to(hidden.dtype)

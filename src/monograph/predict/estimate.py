@@ -230,9 +230,21 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
 
 
 def _widths(config: LlamaConfig) -> tuple[int, int, int]:
-    """Return the hidden size, the width of all query heads, and the width of all key-value heads."""
-    head = config.head_dim
-    return config.hidden_size, config.num_attention_heads * head, config.num_key_value_heads * head
+    """Return the hidden size, the width of all query heads, and the width of all key-value heads.
+
+    Where layers have heads of several widths, these are means over layers.
+    """
+    of_layers = [config.of_layer(layer) for layer in range(config.num_hidden_layers)]
+    key_value_widths = [each.num_key_value_heads * each.head_dim for each in of_layers]
+    key_value_width = sum(key_value_widths) // len(of_layers)
+    return config.hidden_size, query_width(config), key_value_width
+
+
+def query_width(config: LlamaConfig) -> int:
+    """Return the width of all query heads of a layer together, the mean over layers."""
+    layers = range(config.num_hidden_layers)
+    mean_head_dim = sum(config.of_layer(layer).head_dim for layer in layers) / len(layers)
+    return int(config.num_attention_heads * mean_head_dim)
 
 
 def _products(work: Work) -> tuple[Product, ...]:

@@ -35,6 +35,7 @@ from monograph.model.feed_forward import FeedForward
 from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
+from monograph.ops.logit_cap import cap_of
 from monograph.optim import Optimizer
 from monograph.predict.fake_members import members_like
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySample
@@ -281,7 +282,11 @@ def _with_distinct_vocabulary(work: Work) -> Work:
     """
     config = work.config
     tokens = work.tokens
-    heads = (config.num_attention_heads, config.num_key_value_heads)
+    heads = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_global_key_value_heads,
+    )
     other_sizes = {
         config.hidden_size,
         config.intermediate_size,
@@ -290,7 +295,12 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         tokens * config.num_experts_per_tok,
         config.head_dim,
         *heads,
-        *(number * config.head_dim for number in heads),
+        *(
+            number * width
+            for number in heads
+            for width in (config.head_dim, config.global_head_dim)
+        ),
+        config.global_head_dim,
         work.length,
         tokens,
         work.window_rows * work.length,
@@ -605,7 +615,12 @@ def _answer_loss(device_type: str) -> Loss:
         targets_N = batch["targets"].flatten()
         chunks = chunk_count(len(targets_N), len(head.weight), device_type)
         logs_N = token_log_probabilities(
-            hidden_ND, head.weight, targets_N, rows=trained_rows(head), chunks=chunks
+            hidden_ND,
+            head.weight,
+            targets_N,
+            rows=trained_rows(head),
+            chunks=chunks,
+            cap=cap_of(head),
         )
         return -logs_N.sum(), (targets_N >= 0).sum()
 

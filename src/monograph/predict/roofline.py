@@ -249,7 +249,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         + layers * recomputed_linear_flops
     )
     attention_flops = layers * (
-        6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention_flops
+        6 * estimate.query_width(config) * work.length + recomputed_attention_flops
     )
 
     numbers = estimate.stored_numbers(work, "none")
@@ -329,7 +329,7 @@ def pass_times(
     product_rate = peak_flops * shares.products * tokens / (tokens + shares.saturating_tokens)
     head_parameters = config.vocab_size * config.hidden_size
     block_parameters = (matmul_parameters(config) - head_parameters) // config.num_hidden_layers
-    forward_attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
+    forward_attention_flops = 2 * estimate.query_width(config) * work.length
     recomputed_linear_flops, recomputed_attention_flops = estimate.recomputed_flops(work)
     # A forward pass launches a third of a block's kernels, and a backward pass two thirds. This is the
     # time for one third.
@@ -625,13 +625,20 @@ def sampling_s(
     context = sampled.prompt_tokens + sampled.answer_tokens / 2
     matrices = matmul_parameters(config)
     mixers = [mixer_of(config, layer) for layer in range(layers)]
-    attention_flops = sum(mixer.decode_flops(config, context) for mixer in mixers)
+    of_layers = [config.of_layer(layer) for layer in range(layers)]
+    attention_flops = sum(
+        mixer.decode_flops(of_layer, context)
+        for mixer, of_layer in zip(mixers, of_layers, strict=True)
+    )
     product_rate = peak_flops * shares.products * rows / (rows + shares.saturating_tokens)
     compute_s = rows * (
         2 * matrices / product_rate + attention_flops / (peak_flops * shares.attention)
     )
-    cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
-    cached_numbers = 2 * cached_heads * config.head_dim * context
+    cached_widths = [
+        mixer.key_value_heads(of_layer) * of_layer.head_dim
+        for mixer, of_layer in zip(mixers, of_layers, strict=True)
+    ]
+    cached_numbers = 2 * sum(cached_widths) * context
     head_parameters = config.vocab_size * config.hidden_size
     head_and_cache_bytes = (head_parameters + rows * cached_numbers) * sampled.number_bytes
     block_bytes = (matrices - head_parameters) * sampled.block_weight_bytes

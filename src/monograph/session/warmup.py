@@ -23,7 +23,7 @@ from monograph.graph.compilable import Scope
 from monograph.graph.lora import may_start_without_gradient
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
-from monograph.model.llama import Llama
+from monograph.model.llama import Llama, is_never_trained
 from monograph.ops.attention import AttentionKernel
 from monograph.ops.attention_kernels import describe_speeds, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
@@ -296,9 +296,12 @@ def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         stage.result = session.task.describe_trial(trial)
-    # Some parameters of adapters have a zero gradient at the start, but not later.
+    # Some parameters of adapters have a zero gradient at the start, but not later. A layer's factor has
+    # none by design.
     never_reached = [
-        name for name in trial.without_gradient if not may_start_without_gradient(name)
+        name
+        for name in trial.without_gradient
+        if not may_start_without_gradient(name) and not is_never_trained(name)
     ]
     if never_reached and session.task.reaches_all_parameters:
         progress.line(
