@@ -54,9 +54,12 @@ def _(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
 
 def _replace_slowly(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
     """Do what `replace_logits_` does, by PyTorch's operators."""
-    log_CV = logits_CV.to(mask_C.dtype).log_softmax(-1)
+    wide_CV = logits_CV.to(mask_C.dtype)
+    # Not `log_softmax`: on a CPU it adds up a row in as many sums as a vector register has numbers, so that its
+    # rounding grows with the vocabulary. `logsumexp` adds up by halves.
+    lse_C1 = wide_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
-    losses_C = -log_CV.gather(-1, target_C1).squeeze(-1) * mask_C
-    onehot_CV = torch.zeros_like(log_CV).scatter_(-1, target_C1, 1.0)
-    logits_CV.copy_((log_CV.exp() - onehot_CV) * mask_C.unsqueeze(-1))
+    losses_C = (lse_C1 - wide_CV.gather(-1, target_C1)).squeeze(-1) * mask_C
+    onehot_CV = torch.zeros_like(wide_CV).scatter_(-1, target_C1, 1.0)
+    logits_CV.copy_(((wide_CV - lse_C1).exp() - onehot_CV) * mask_C.unsqueeze(-1))
     return losses_C
