@@ -233,7 +233,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     plan = resolve(load(None, asked, {}), CARD, will_build=False)
     clip = plan.training.clip
     assert plan.training.window_rows == 15 and clip is not None and not clip.skip_spikes
-    # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
+    # 15 answers in 16 rows; 3 prompts are read at once.
     cache = KVCache.allocate(config, 16 + 3, 64, torch.float32, torch.device("cpu"))
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert Rewards().extra_bytes(plan, config, CARD) == {"answers": needed}
@@ -248,13 +248,18 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         Rewards().extra_bytes(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     )
     shared = resolve(
-        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}),
+        load(
+            None,
+            asked | {"rl.group": 11, "rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"},
+            {},
+        ),
         CARD,
         will_build=False,
     )
     parts = Rewards().extra_bytes(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, slots_per_block(65))
-    assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"
+    # 17 answers in 20 rows, which four divides.
+    assert parts["answers"] == (20 + 3) * row, "a rank draws half of the answers"
     assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], (
         "matrices in bf16, and a half"
     )

@@ -30,7 +30,7 @@ from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
 from monograph.ops.autograd import Context, VmapInfo
 from monograph.ops.fused_gradients import fused_gradient_of
-from monograph.ops.padded_rows import padded_count
+from monograph.ops.padded_rows import LEAST_ROWS_OF_SHORT_SUMS, padded_count
 from monograph.ops.unwritten import zero_if_unwritten_
 
 # Major compute capabilities on which torch's grouped products do not copy `ends` to the host, see
@@ -126,7 +126,9 @@ def plain_product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tenso
         return grouped_batches.product(input_PK, weight_ENK, ends_E)
     for group, rows in _groups_with_rows(ends_E):
         count = rows.stop - rows.start
-        padding = padded_count(count) - count
+        # For long sums an Intel Xeon needs 16 rows. They are not given to it, because steps of decoding have few
+        # rows for each group: their products would take 1.2 to 1.9 times as long (dev/log.md).
+        padding = padded_count(count, LEAST_ROWS_OF_SHORT_SUMS) - count
         if padding == 0:
             torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
             continue

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from monograph.ops.flex_options import flex_options
-from monograph.ops.padded_rows import padded_count
+from monograph.ops.padded_rows import LEAST_ROWS_OF_SHORT_SUMS, least_rows, padded_count
 
 # Queries [B, H, T, E], and keys and values, [B, K, S, E] or [N, B, K, C, E] of a cache.
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -421,7 +421,8 @@ def _over_blocks(
     groups = query_BHTE.shape[1] // key_heads
     wide_dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    products_NBKMC = _wide_product(query_BKME, keys_NBKCE.mT, wide_dtype, pads_products)
+    least_queries = least_rows(head_dim) if pads_products else 0
+    products_NBKMC = _wide_product(query_BKME, keys_NBKCE.mT, wide_dtype, least_queries)
     scores_NBKMC = products_NBKMC * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~is_visible, -torch.inf)
     largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
@@ -433,26 +434,27 @@ def _over_blocks(
     if sink_H is not None:
         total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
     rounded_NBKMC = weights_NBKMC.to(values_NBKCE.dtype)
-    mixed_NBKME = _wide_product(rounded_NBKMC, values_NBKCE, wide_dtype, pads_products)
+    # Four rows are enough here for sums of any length, because the right factor is not transposed.
+    least_weights = LEAST_ROWS_OF_SHORT_SUMS if pads_products else 0
+    mixed_NBKME = _wide_product(rounded_NBKMC, values_NBKCE, wide_dtype, least_weights)
     out_BKME = _sum_by_halving(mixed_NBKME) / total_BKM1
     return out_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
-def _wide_product(
-    left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, pads_products: bool
-) -> Tensor:
+def _wide_product(left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, least: int) -> Tensor:
     """Return the products left @ right, [N, B, K, M, Y], summed over X in the dtype `wide_dtype`.
 
     Args:
         left: [N, B, K, M, X], or [B, K, M, X] if all blocks have the same left factor.
         right_NBKXY: the right factors.
         wide_dtype: fp32 or wider.
-        pads_products: see `cached_attention`.
+        least: M is padded to this number at least, and to a multiple of four (`ops.padded_rows`); 0: it
+            is not padded.
     """
     rows = left.shape[-2]
-    if pads_products and padded_count(rows) > rows:
-        padded = F.pad(left, (0, 0, 0, padded_count(rows) - rows))
-        return _wide_product(padded, right_NBKXY, wide_dtype, pads_products)[..., :rows, :]
+    if least and (padding := padded_count(rows, least) - rows):
+        padded = F.pad(left, (0, 0, 0, padding))
+        return _wide_product(padded, right_NBKXY, wide_dtype, least)[..., :rows, :]
     # On a GPU, `bmm` reads narrow numbers and sums them in fp32, so that no wide copies are needed.
     # Its `out_dtype` exists only there, and only for two factors of one narrower dtype. Under
     # autocast the dtypes differ: queries are narrower than the cache, which has the weights' dtype.

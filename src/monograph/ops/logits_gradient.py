@@ -65,11 +65,13 @@ def _replace_slowly(
 ) -> Tensor:
     """Do what `replace_logits_` does, by PyTorch's operators."""
     capped_CV = capped(logits_CV.to(mask_C.dtype), cap)
-    log_CV = capped_CV.log_softmax(-1)
+    # Not `log_softmax`: on a CPU it adds up a row in as many sums as a vector register has numbers, so that its
+    # rounding grows with the vocabulary. `logsumexp` adds up by halves.
+    lse_C1 = capped_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
-    losses_C = -log_CV.gather(-1, target_C1).squeeze(-1) * mask_C
-    onehot_CV = torch.zeros_like(log_CV).scatter_(-1, target_C1, 1.0)
-    grad_CV = (log_CV.exp() - onehot_CV) * mask_C.unsqueeze(-1)
+    losses_C = (lse_C1 - capped_CV.gather(-1, target_C1)).squeeze(-1) * mask_C
+    onehot_CV = torch.zeros_like(capped_CV).scatter_(-1, target_C1, 1.0)
+    grad_CV = ((capped_CV - lse_C1).exp() - onehot_CV) * mask_C.unsqueeze(-1)
     if cap is not None:
         grad_CV = grad_CV * cap_slope(capped_CV, cap)
     logits_CV.copy_(grad_CV)

@@ -81,9 +81,9 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring it is rounded up to a multiple of four, unless the model has fewer positions. So a
-    matrix product over the positions of any number of texts has a multiple of four rows. All such products
-    round a row in the same way without padding (`monograph.ops.padded_rows`).
+    For exact scoring it is rounded up to a multiple of four and to at least 16, unless the model has fewer
+    positions. So a matrix product over the positions of any number of texts has such a number of rows. All
+    such products round a row in the same way without padding (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -268,7 +268,7 @@ class Drawer:
         prompts_at_once = min(prompts, MAX_PREFILL_PROMPTS)
         if options.exact and options.turns > 1:
             # The reader of prompts also makes passes of one token for each prompt
-            # (`PromptReader.continue_rows`). With a multiple of four prompts, they need no padding either.
+            # (`PromptReader.continue_rows`). With such a number of prompts, they need no padding either.
             prompts_at_once = padded_count(prompts_at_once)
         cache_sizes = CacheSizes(
             self.slots,
