@@ -368,13 +368,16 @@ def members_step(model: Llama, rows: int, positions: int) -> Numbers:
     return numbers
 
 
-def members_steps(config: LlamaConfig, members: int, answers: int) -> dict[str, Numbers]:
-    """Return the counts of steps in which members sample their answers, beside one member's.
+def members_steps(
+    config: LlamaConfig, members: int, answers: int, texts: Iterable[int]
+) -> dict[str, Numbers]:
+    """Return the counts of steps in which members sample their answers, beside one member's, for texts
+    of these numbers of positions.
 
     One member samples in the members' decoder, and as in a run of its own.
     """
     found = {}
-    for positions in POSITIONS:
+    for positions in texts:
         for count in (1, members):
             rows = count * answers
             name = f"{count} x {answers} answers, {positions} positions"
@@ -546,8 +549,11 @@ def measured_members(is_smoke: bool) -> dict[str, Any]:
     """Count decode steps of members that sample their answers in one decoder."""
     config = LlamaConfig.preset("nano" if is_smoke else "1b")
     members, answers = (2, 2) if is_smoke else (MEMBERS, ANSWERS)
+    texts = POSITIONS[:1] if is_smoke else POSITIONS
     few, many = (
-        members_steps(dataclasses.replace(config, num_hidden_layers=layers), members, answers)
+        members_steps(
+            dataclasses.replace(config, num_hidden_layers=layers), members, answers, texts
+        )
         for layers in FROZEN_LAYERS
     )
     counts = extrapolated(few, many, FROZEN_LAYERS, config.num_hidden_layers)
@@ -561,7 +567,7 @@ def measured_members(is_smoke: bool) -> dict[str, Any]:
         "counts": counts,
         "ratios": {
             str(positions): members_ratios(counts, members, answers, positions)
-            for positions in POSITIONS
+            for positions in texts
         },
     }
 
