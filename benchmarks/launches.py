@@ -26,7 +26,7 @@ import gc
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import harness
@@ -46,6 +46,7 @@ from monograph.graph.lora import Lora
 from monograph.graph.lora_base import quantise_base
 from monograph.graph.precision import Precision
 from monograph.graph.rounded_base import round_frozen_weights
+from monograph.graph.shared_base import copy_without_adapters
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -82,6 +83,9 @@ BANK_NAME = "1b bank"
 ADAPTERS = 8  # in the bank
 # How the linear layers of the bank's base are stored, and the rows of a step.
 BANKED = (("bf16", 8), ("bf16", 64), ("nf4", 8))
+MEMBERS_NAME = "1b members"
+MEMBERS, ANSWERS = 8, 32  # of each member
+POSITIONS = (128, PROMPT + TOKENS)  # of a row's text that a step's attention reads
 LOSS_NAME = "loss"
 LOSS_KERNEL = "_replace_row"  # replaces a chunk's logits by their gradient
 HYBRID_NAME = "qwen3-next"
@@ -161,7 +165,7 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
     if rounded.launches:
         raise SystemExit("launches.py: the update does not round the weights any more")
     times = (
-        {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
+        {f"triton_s {name}": part.triton_s(rates(name)) for name in CARDS}
         for part in (called, updated)
     )
     peak = torch.cuda.max_memory_reserved()
@@ -178,9 +182,12 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
 
 
 def decode_step(
-    model: Llama, rows: int, prompt: int, **options: Any
+    model: Llama, rows: int, prompt: int, positions: int = PROMPT + TOKENS, **options: Any
 ) -> tuple[Generator, Callable[[], None]]:
-    """Return a generator whose rows have read prompts, and its decode step, which has been compiled."""
+    """Return a generator whose rows have read prompts, and its decode step, which has been compiled.
+
+    The step's attention reads this number of positions.
+    """
     generator = Generator(
         model,
         chain_of([FULL]),
@@ -197,7 +204,7 @@ def decode_step(
     # The step of that block, which follows no automata: another one would be compiled while it is
     # counted.
     called = generator.steps.step_for(generator.chain)
-    blocks = generator.cache.block_count_for(PROMPT + TOKENS)
+    blocks = generator.cache.block_count_for(positions)
     return generator, lambda: called(blocks, "window", False)
 
 
@@ -335,6 +342,53 @@ def banked_steps(layers: int) -> dict[str, Numbers]:
     return found
 
 
+def members_model(config: LlamaConfig, members: int) -> Llama:
+    """Return the model that samples the answers of members: their base with a bank of their adapters."""
+    model = cast(Llama, copy_without_adapters(frozen(config, "auto", True)))
+    adapters = {str(number): random_adapter(model, RANK, number) for number in range(members)}
+    bank = adapter_bank.install(model, adapters, rank=RANK)
+    bank.has_fast_products = True
+    return model
+
+
+def members_step(model: Llama, rows: int, positions: int) -> Numbers:
+    """Return the counts of a decode step under autocast, as a run with rewards samples answers."""
+    gc.collect()
+    torch._dynamo.reset()
+    with torch.autocast("cuda", torch.bfloat16):
+        # A prompt of one token has nothing to read.
+        _, step = decode_step(model, rows, 1, positions)
+        step()  # may read other blocks of the cache than the steps before it, which is compiled anew
+        with pretended.Counted() as counted:
+            step()
+        with pretended.Products() as products:
+            step()
+    numbers = counted.numbers() | {"product_bytes": products.bytes} | lasting(counted, products)
+    numbers["flops"] = products.flops + sum(kernel.flops for kernel in counted.kernels)
+    return numbers
+
+
+def members_steps(
+    config: LlamaConfig, members: int, answers: int, texts: Iterable[int]
+) -> dict[str, Numbers]:
+    """Return the counts of steps in which members sample their answers, beside one member's, for texts
+    of these numbers of positions.
+
+    One member samples in the members' decoder, and as in a run of its own.
+    """
+    found = {}
+    for positions in texts:
+        for count in (1, members):
+            rows = count * answers
+            name = f"{count} x {answers} answers, {positions} positions"
+            found[name] = members_step(members_model(config, count), rows, positions)
+        alone = frozen(config, "auto", True)
+        name = f"1 x {answers} answers, {positions} positions, in a run of its own"
+        found[name] = members_step(alone, answers, positions)
+        print(config.num_hidden_layers, positions, "positions", flush=True)
+    return found
+
+
 def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
     model = model_of(config).to(torch.bfloat16)
@@ -355,8 +409,9 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
     found = {
         f"decode step, batch {rows}": whole.numbers()
-        | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights},
-        f"its sampler, batch {rows}": sampler.numbers(),
+        | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights}
+        | lasting(whole, products),
+        f"its sampler, batch {rows}": sampler.numbers() | lasting(sampler),
     }
     if rows == 1:
         reader = generator.reader
@@ -365,7 +420,11 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         read(blocks, reader.chunk)
         with pretended.Counted() as chunk:
             read(blocks, reader.chunk)
-        found[f"a prompt's chunk of {reader.chunk}"] = chunk.numbers()
+        with pretended.Products() as products:
+            read(blocks, reader.chunk)
+        found[f"a prompt's chunk of {reader.chunk}"] = (
+            chunk.numbers() | {"flops": products.flops} | lasting(chunk, products)
+        )
     return found
 
 
@@ -400,13 +459,28 @@ def extrapolated(
     }
 
 
-def rates(name: str) -> tuple[float, float]:
-    """Return a card's bytes/s and warp instructions/s: a multiply-add of 32 lanes is one
+def rates(name: str) -> pretended.Rates:
+    """Return what a card reaches of its datasheet's rates: a multiply-add of 32 lanes is one
     instruction and 64 FLOPs.
     """
     card = card_device(name)
     assert card.bandwidth_bytes_per_s
-    return card.bandwidth_bytes_per_s * TRAFFIC, card.peak_flops["fp32"] / 64
+    return pretended.Rates(
+        card.bandwidth_bytes_per_s * TRAFFIC,
+        card.peak_flops["fp32"] / 64,
+        card.peak_flops["bf16"] * PRODUCTS,
+    )
+
+
+def lasting(counted: pretended.Counted, products: pretended.Products | None = None) -> Numbers:
+    """Return the seconds of a step by card: of Triton's kernels and of torch's products, one after
+    another.
+    """
+    return {
+        f"seconds {name}": counted.triton_s(rates(name))
+        + (products.seconds(rates(name)) if products else 0.0)
+        for name in CARDS
+    }
 
 
 def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
@@ -436,8 +510,7 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
         }
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
         times[name]["mfu"] = model_flops / sum(parts.values()) / peak
-        bytes_per_s, _ = rates(name)
-        of_torch_s = update["norm_bytes"] / bytes_per_s
+        of_torch_s = update["norm_bytes"] / rates(name).bytes_per_s
         times[name]["torch"] = 1e3 * of_torch_s
         times[name]["mfu_with_torch"] = model_flops / (sum(parts.values()) + of_torch_s) / peak
     return times
@@ -472,6 +545,52 @@ def measured_bank() -> dict[str, Any]:
     }
 
 
+def measured_members(is_smoke: bool) -> dict[str, Any]:
+    """Count decode steps of members that sample their answers in one decoder."""
+    config = LlamaConfig.preset("nano" if is_smoke else "1b")
+    members, answers = (2, 2) if is_smoke else (MEMBERS, ANSWERS)
+    texts = POSITIONS[:1] if is_smoke else POSITIONS
+    few, many = (
+        members_steps(
+            dataclasses.replace(config, num_hidden_layers=layers), members, answers, texts
+        )
+        for layers in FROZEN_LAYERS
+    )
+    counts = extrapolated(few, many, FROZEN_LAYERS, config.num_hidden_layers)
+    return {
+        "case": MEMBERS_NAME,
+        "members": members,
+        "answers": answers,
+        "rank": RANK,
+        "layers": config.num_hidden_layers,
+        "compiled_layers": FROZEN_LAYERS,
+        "counts": counts,
+        "ratios": {
+            str(positions): members_ratios(counts, members, answers, positions)
+            for positions in texts
+        },
+    }
+
+
+def members_ratios(
+    counts: dict[str, Numbers], members: int, answers: int, positions: int
+) -> dict[str, Numbers]:
+    """Return by card how many times as long a step of all members takes as one of one member.
+
+    `one` samples in the members' decoder, and `own_run` in a run of its own.
+    """
+    texts = f"{answers} answers, {positions} positions"
+    together, one = counts[f"{members} x {texts}"], counts[f"1 x {texts}"]
+    alone = counts[f"1 x {texts}, in a run of its own"]
+    return {
+        name: {
+            "one": together[f"seconds {name}"] / one[f"seconds {name}"],
+            "own_run": together[f"seconds {name}"] / alone[f"seconds {name}"],
+        }
+        for name in CARDS
+    }
+
+
 def loss_counts(case: Case, rows: int | None = None) -> Numbers:
     """Return what the loss's own kernel moves in all chunks of a micro-step, and its seconds by card.
 
@@ -494,9 +613,8 @@ def loss_counts(case: Case, rows: int | None = None) -> Numbers:
         "instructions_of_a_logit": 32 * kernel.warp_instructions / logits.numel(),
     }
     for name in CARDS:
-        seconds = chunks * called.triton_s(*rates(name))
-        bytes_per_s, _ = rates(name)
-        bytes_s = (found["once_bytes"] + found["again_bytes"]) / bytes_per_s
+        seconds = chunks * called.triton_s(rates(name))
+        bytes_s = (found["once_bytes"] + found["again_bytes"]) / rates(name).bytes_per_s
         found |= {f"seconds {name}": seconds, f"of its bytes {name}": seconds / bytes_s}
     return found
 
@@ -524,6 +642,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         return measured_frozen()
     if name == BANK_NAME:
         return measured_bank()
+    if name == MEMBERS_NAME:
+        return measured_members(args.smoke)
     if name == LOSS_NAME:
         return measured_loss()
     case = CASES[name]
@@ -587,6 +707,17 @@ def row(name: str, numbers: Numbers) -> list[str]:
     ]
 
 
+def print_seconds(counts: dict[str, Numbers]) -> None:
+    """Print how long the parts of decoding take by the roofline."""
+    table = [
+        [part, *(f"{1e3 * numbers[f'seconds {name}']:.4g}" for name in CARDS)]
+        for part, numbers in counts.items()
+        if f"seconds {CARDS[0]}" in numbers
+    ]
+    if table:
+        harness.print_table(["roofline, ms", *CARDS], table)
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a case's tables."""
     if result["case"] == HYBRID_NAME:
@@ -601,6 +732,17 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n{BANK_NAME} of {ADAPTERS} adapters, a compiled decode step, bf16, sm_90:")
         harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
         print(f"launches of a layer: {result['launches_of_a_layer']}")
+        return
+    if result["case"] == MEMBERS_NAME:
+        print(f"\n{MEMBERS_NAME}, a compiled decode step under autocast, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        print_seconds(result["counts"])
+        for positions, by_card in result["ratios"].items():
+            for card, ratios in by_card.items():
+                print(
+                    f"{card}, {positions} positions: all members take {ratios['one']:.2f} times as long as one, "
+                    f"and {ratios['own_run']:.2f} times as long as one in a run of its own"
+                )
         return
     if result["case"] == LOSS_NAME:
         print("\nthe loss's kernel in a micro-step, bf16, sm_90:")
@@ -629,15 +771,16 @@ def show(result: dict[str, Any]) -> None:
             print(
                 f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}"
             )
+    print_seconds(result["counts"])
     peak = result["counts"]["micro-step called"]["peak_bytes"]
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")
     table = [
         [
             card,
-            *(f"{times[part]:.2f}" for part in parts),
+            *(f"{times[part]:.4g}" for part in parts),
             f"{times['mfu']:.2%}",
-            f"{times['torch']:.2f}",
+            f"{times['torch']:.4g}",
             f"{times['mfu_with_torch']:.2%}",
         ]
         for card, times in result["roofline"].items()
@@ -649,8 +792,8 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     names = [*CASES, HYBRID_NAME]
-    # The frozen case, the bank and the loss have files of results of their own.
-    choices = [*names, FROZEN_NAME, BANK_NAME, LOSS_NAME]
+    # The frozen case, the bank, members and the loss have files of results of their own.
+    choices = [*names, FROZEN_NAME, BANK_NAME, MEMBERS_NAME, LOSS_NAME]
     parser.add_argument("--cases", nargs="+", choices=choices, default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
@@ -661,7 +804,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "fp8_head"), default="bf16")
     args = parser.parse_args()
     if args.smoke:
-        args.cases, args.layers = ["nano"], [1, 3]
+        args.cases, args.layers = ["nano", MEMBERS_NAME], [1, 3]
     pretended.watch()
     found = harness.result(
         "launches", {"cases": args.cases, "unpacked": args.unpacked, "smoke": args.smoke}

@@ -17,7 +17,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from issued import issued
@@ -60,6 +60,8 @@ class Kernel:
         registers: of a thread.
         stack_bytes: of a thread: registers that were spilled, and arrays.
         addresses: where the tensors lie that it reads or writes.
+        flops: of products in a kernel that is written by hand, unused rows of its tiles among them;
+            otherwise 0.
     """
 
     name: str
@@ -69,11 +71,22 @@ class Kernel:
     registers: int
     stack_bytes: int
     addresses: frozenset[int] = frozenset()
+    flops: float = 0.0
 
     @property
     def is_attention(self) -> bool:
         """Return whether the kernel computes attention, whose time is that of its FLOPs."""
         return any(part in self.name for part in ATTENTION)
+
+
+class Rates(NamedTuple):
+    """What a card does in a second: bytes of its memory, instructions of its warps, and FLOPs of
+    products.
+    """
+
+    bytes_per_s: float
+    warp_instructions_per_s: float
+    product_flops_per_s: float
 
 
 @dataclass
@@ -137,14 +150,15 @@ class Counted:
             "stack_bytes": max((kernel.stack_bytes for kernel in self.kernels), default=0),
         }
 
-    def triton_s(self, bytes_per_s: float, warp_instructions_per_s: float) -> float:
-        """Return the seconds of Triton's kernels but attention's: each takes that of its bytes or
-        its instructions.
+    def triton_s(self, rates: Rates) -> float:
+        """Return the seconds of Triton's kernels but attention's: each takes that of its bytes, its
+        instructions or its FLOPs, whichever is longest.
         """
         return sum(
             max(
-                (kernel.once_bytes + kernel.again_bytes) / bytes_per_s,
-                kernel.warp_instructions / warp_instructions_per_s,
+                (kernel.once_bytes + kernel.again_bytes) / rates.bytes_per_s,
+                kernel.warp_instructions / rates.warp_instructions_per_s,
+                kernel.flops / rates.product_flops_per_s,
             )
             for kernel in self.kernels
             if not kernel.is_attention
@@ -292,7 +306,13 @@ def _own_kernel(
         function.fn.__name__ == "_add_scaled" and not keywords["IS_FIRST"]
     ):  # writes over what it reads
         sizes[-1] = tensors["total"].nbytes
-    again, instructions = 0, 0.0
+    again, instructions, flops = 0.0, 0.0, 0.0
+    if function.fn.__name__ == "_multiply":
+        # The tiles of rows read the same weights at the same time, so a cache has them: they count once.
+        out = tensors["out"]
+        rows_of_tiles = -(-len(out) // keywords["ROWS"]) * keywords["ROWS"]
+        products = 2 if keywords["GATED"] else 1
+        flops = 2.0 * rows_of_tiles * keywords["K"] * out.shape[1] * products
     if (
         function.fn.__name__ == "_replace_row"
     ):  # reads a part of the logits twice, and writes over all
@@ -309,6 +329,7 @@ def _own_kernel(
         instructions,
         compiled.n_regs,
         compiled.n_spills * 4,
+        flops=flops,
     )
 
 
@@ -406,13 +427,21 @@ _KEPT: list[Any] = []
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
     afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the
-    shape of each operand and the bytes of an element.
+    shape of each operand and the bytes of an element; `each` has FLOPs and bytes of each product.
     """
 
     flops = bytes = fp8_flops = 0.0
 
+    def seconds(self, rates: Rates) -> float:
+        """Return the seconds of products in 16 bits or more: each takes that of its bytes or its FLOPs."""
+        return sum(
+            max(flops / rates.product_flops_per_s, moved / rates.bytes_per_s)
+            for flops, moved in self.each
+        )
+
     def __enter__(self) -> Products:
         self.operands: list[tuple[list[int], int]] = []
+        self.each: list[tuple[float, float]] = []
         self._profile = profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
         )
@@ -438,10 +467,11 @@ class Products:
                     (shape, _BYTES[kind])
                     for shape, kind in zip(shapes[pair], kinds[pair], strict=True)
                 ]
-                self.flops += 2 * math.prod(left) * right[-1]
-                self.bytes += sum(
-                    math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True)
-                )
+                flops = 2.0 * math.prod(left) * right[-1]
+                moved = sum(math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True))
+                self.each.append((flops, moved))
+                self.flops += flops
+                self.bytes += moved
 
 
 def _has_out(event: Any, shapes: list[list[int]]) -> bool:

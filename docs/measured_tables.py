@@ -14,6 +14,13 @@ from monograph.report.quantities import counted
 
 # Cases of benchmarks/machine_code.py that launch kernels that are written by hand begin so.
 OWN = "kernels written by hand,"
+# How docs/gpu.md calls the parts of a training step's roofline.
+ROOFLINE_PARTS = {
+    "products": "products",
+    "attention": "attention",
+    "triton": "Triton's other kernels",
+    "update": "update",
+}
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Found = dict[str, Any]  # a result file
 
@@ -322,6 +329,58 @@ def limiting() -> str:
         times = (case["roofline"][card] for card in cards)
         cells = (f"{each['mfu']:.1%}, {each['mfu_with_torch']:.1%}" for each in times)
         lines.append(f"| {case['case']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def lasting() -> str:
+    """Return the milliseconds that the roofline of benchmarks/launches.py gives to steps and parts of
+    decoding, by card.
+    """
+    found = result("launches")["cases"]
+    cards = list(found[0]["roofline"])
+    lines = [f"| model | part | {' | '.join(cards)} |", "|---" * (len(cards) + 2) + "|"]
+    for case in found:
+        roofline = case.get("roofline", {})
+        for part in ("products", "attention", "triton", "update") if roofline else ():
+            cells = (milliseconds(roofline[card][part]) for card in cards)
+            lines.append(f"| {case['case']} | {ROOFLINE_PARTS[part]} | {' | '.join(cells)} |")
+        for part, count in case["counts"].items():
+            if f"seconds {cards[0]}" not in count:
+                continue
+            cells = (milliseconds(1e3 * count[f"seconds {card}"]) for card in cards)
+            lines.append(f"| {case['case']} | {part} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def milliseconds(time_ms: float) -> str:
+    """Return a time with three digits, or with those before the point."""
+    return f"{time_ms:,.0f} ms" if time_ms >= 100 else f"{time_ms:.3g} ms"
+
+
+def answering() -> str:
+    """Return how long a step takes in which members sample their answers, and how many times as long as
+    one member's, by the roofline of benchmarks/launches.py.
+    """
+    [case] = result("launches_members")["cases"]
+    members, answers = case["members"], case["answers"]
+    lines = [
+        "| positions of a row | card | one member | launches | moved | "
+        f"{members} members | launches | moved | times one | times one in a run of its own |",
+        "|---" * 10 + "|",
+    ]
+    for positions, by_card in case["ratios"].items():
+        for card, ratios in by_card.items():
+            cells = [positions, card]
+            for count in (1, members):
+                of = case["counts"][f"{count} x {answers} answers, {positions} positions"]
+                moved = of["product_bytes"] + of["triton_bytes"] + of["again_bytes"]
+                cells += [
+                    milliseconds(1e3 * of[f"seconds {card}"]),
+                    f"{of['launches']:,.0f}",
+                    f"{moved / 1e9:.3g} GB",
+                ]
+            cells += [f"{ratios['one']:.2f}", f"{ratios['own_run']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

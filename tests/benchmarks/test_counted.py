@@ -66,6 +66,20 @@ def test_the_loss_waits_for_its_bytes(model: str) -> None:
     assert 1 <= found["of its bytes H200"] <= 1.1
 
 
+@pytest.mark.parametrize("card", ["H200", "4090"])
+def test_the_answers_of_eight_members_take_at_most_two_and_a_half_times_as_long(card: str) -> None:
+    """By the roofline, while texts are short; with longer ones, what attention reads takes over."""
+    [case] = cases("launches_members")
+    assert (case["members"], case["answers"]) == (8, 32)
+    assert 1 < case["ratios"]["128"][card]["one"] <= 2.5
+
+
+@pytest.mark.parametrize("model", ["124m", "1b", "nano"])
+def test_a_step_has_its_time_by_the_roofline(model: str) -> None:
+    for times in counted(model)["roofline"].values():
+        assert min(times[part] for part in ("products", "attention", "triton", "update")) > 0
+
+
 def test_machine_code_of_kernels_written_by_hand_spills_nothing() -> None:
     own = [case for case in cases("machine_code") if case["case"].startswith(OWN)]
     assert {case["sm"] for case in own} == {80, 89, 90, 100, 120}

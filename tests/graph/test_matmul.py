@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monograph import device
+from monograph import compat, device
 from monograph.graph import matmul
 from monograph.graph.capture import compiled
 from monograph.laws.comparisons import error_within
@@ -73,6 +73,19 @@ def test_our_product_is_the_same_bits_on_several_threads():
         assert torch.equal(matmul.native(left, right), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_onednn
+def test_a_row_of_a_fast_product_is_alone_or_mkl_computes_it(monkeypatch):
+    """torch 2.11's oneDNN rounds a row of 8 otherwise than one of 32."""
+    monkeypatch.setattr(matmul, "mkl_is_slow", lambda: True)
+    left, right = pair(64, 512, 256)
+    every = matmul.linear(left, right.T.contiguous())
+    if not compat.onednn_rows_are_alone():
+        assert torch.equal(every, torch.nn.functional.linear(left, right.T.contiguous()))
+        return
+    for rows in (2, 3, 8, 12, 32):
+        assert torch.equal(matmul.linear(left[:rows], right.T.contiguous()), every[:rows])
 
 
 @needs_onednn

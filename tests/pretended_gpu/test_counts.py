@@ -130,6 +130,33 @@ def test_rows_with_their_own_adapters_are_a_launch_for_each_product(launches, ba
     assert step["waits"] == step["waiting_copies"] == 0
 
 
+def test_members_sample_answers_in_as_many_launches_as_one(launches, capsys) -> None:
+    result = launches.measured_members(is_smoke=True)
+    one, together, alone = list(result["counts"].values())[:3]
+    assert together["launches"] == one["launches"] <= alone["launches"]
+    assert not any(part["waits"] or part["waiting_copies"] for part in (one, together))
+    # The rows of two members fit the tile of one, so the kernels read its weights once for both.
+    assert one["triton_bytes"] < together["triton_bytes"] < 2 * one["triton_bytes"]
+    assert one["flops"] <= together["flops"] < 2 * one["flops"]
+    launches.show(result)
+    shown = capsys.readouterr().out
+    assert all(f"{card}, 128 positions: all members take " in shown for card in launches.CARDS)
+
+
+def test_tiles_of_rows_that_read_the_same_weights_run_side_by_side(launches) -> None:
+    """Programs begin in the order of the grid's first axis, and a cache then has the weights."""
+    from monograph.ops.layer_kernels import StoredLayer, multiply
+    from pretended_gpu import card
+
+    codes = torch.empty(64, 128, dtype=torch.int8, device="cuda")
+    layer = StoredLayer("int8", (codes, torch.empty(64, device="cuda")))
+    x_BK = torch.empty(200, 128, dtype=torch.bfloat16, device="cuda")
+    with card.logged() as log:
+        multiply(x_BK, [layer], [64])
+    [launch] = log.of(card.Launch)
+    assert launch.grid.x == 4  # of 64 rows each
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
     counted, launches, rows: int

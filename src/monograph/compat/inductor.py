@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -215,6 +216,15 @@ def onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
     # elementwise function (its name, its arguments and its algorithm) of the result.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
     return product
+
+
+def onednn_rows_are_alone() -> bool:
+    """Return whether a row of `onednn_matmul` has the same bits for any number of rows above one.
+
+    It was compared on torch 2.13. With torch 2.11, a row's bits are others with 8 rows than with 32, and
+    with many channels others with 64 rows than with 128 (dev/log.md).
+    """
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
 def scaled_mm(

@@ -89,8 +89,9 @@ def linear(input: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Te
     """Return input @ weight.T + bias, [..., M], on a CPU, in eager code and without a gradient.
 
     In fp32 it is computed by oneDNN where MKL is slow, whatever the number of rows, so that a row has the
-    same bits in any batch. That pays for weights of 2^17 entries or more: oneDNN is then 1.2 to 2.3 times as
-    fast for 16 to 512 rows (dev/log.md).
+    same bits in any batch of at least two rows. That pays for weights of 2^17 entries or more: oneDNN is then
+    1.2 to 2.3 times as fast for 16 to 512 rows (dev/log.md). The oneDNN of torch 2.11 is not used, because
+    it rounds a row differently in batches of different sizes.
 
     Args:
         input: [..., K].
@@ -98,7 +99,8 @@ def linear(input: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Te
         bias_M: the bias, or None.
     """
     is_fp32 = input.dtype == weight_MK.dtype == torch.float32
-    if not is_fp32 or torch.is_autocast_enabled("cpu") or not mkl_is_slow():
+    is_autocast = torch.is_autocast_enabled("cpu")
+    if not is_fp32 or is_autocast or not mkl_is_slow() or not compat.onednn_rows_are_alone():
         return F.linear(input, weight_MK, bias_M)
     rows_NK = input.reshape(-1, input.shape[-1])
     output = onednn(rows_NK, weight_MK.T).view(*input.shape[:-1], -1)

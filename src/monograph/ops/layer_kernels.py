@@ -12,11 +12,15 @@ last two take up to three separate layers, such as query, key and value. Each of
 **Kernels.** One launch of `_multiply` computes any of the four. If a layer has an adapter, a launch of
 `_project_down` comes before it.
 
-    kernel            axis 0 of the grid                axis 1          a program writes
-    `_multiply`       tiles of columns, of all layers   tiles of rows   ROWS x COLUMNS outputs of one layer; if
-                                                                        GATED, of gate and up together
-    `_project_down`   tiles of ranks, of all layers     tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
-                      and SPLITS ranges of channels                     of one layer, over one range
+    kernel            tiles of the grid                 axis   a program writes
+    `_multiply`       tiles of rows                     0      ROWS x COLUMNS outputs of one layer; if GATED,
+                      tiles of columns, of all layers   1      of gate and up together
+    `_project_down`   tiles of ranks, of all layers     0      ROWS x RANKS partial sums of norm(x) A^T of one
+                      and SPLITS ranges of channels            layer, over one range
+                      tiles of rows                     1
+
+Programs begin in the order of axis 0. So the tiles of rows that read the same weights in `_multiply` run at
+the same time, and the card's cache has the weights for all but the first of them.
 
 `_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
 
@@ -417,12 +421,12 @@ def _multiply(
     are in `adapter_scales`, and otherwise SCALE is s. ROUND_ADAPTERS: A, B and norm(x) A^T are rounded to
     the dtype of x; otherwise their products are in the dtype of A and B.
     """
-    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # Find the program's layer and its tile in that layer. The tiles of layer 0 come first on axis 0 of the
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Find the program's layer and its tile in that layer. The tiles of layer 0 come first on axis 1 of the
     # grid, then those of layer 1, then those of layer 2. CHOICES is the number of layers that have tiles: if
     # GATED it is 1, since the tiles of gate stand for those of up as well.
     CHOICES: tl.constexpr = 1 if GATED else LAYERS
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     layer = 0
     first_column = 0  # the layer's first column in the output
     out_columns = columns_0
@@ -994,7 +998,7 @@ def _multiply_op(
         form, sum(columns), bool(activation), tile_rows, x_BK.dtype, x_BK.device, has_bank
     )
     column_tiles = sum(triton.cdiv(each, tile.columns) for each in columns)
-    _multiply[(column_tiles, triton.cdiv(rows, tile_rows))](
+    _multiply[(triton.cdiv(rows, tile_rows), column_tiles)](
         x_BK,
         gain,
         unused if residual_BN is None else residual_BN,
