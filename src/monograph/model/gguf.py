@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, join_with_or
 from monograph.extras import command_for
 from monograph.graph.lora_merge import UnreadTensor, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
@@ -556,42 +556,53 @@ def _choose_tensor_types(
     return dict.fromkeys(shapes, "F32") | matrix_types
 
 
-def block_formats(model: Llama, quantize: str) -> dict[str, str]:
-    """Return the formats to which training rounds a model's parameters, by their names.
-
-    They are the types that these parameters have in a file of the dtype `TRAINED_DTYPES[quantize]`.
-    Parameters that the file has in fp32 are left out. Rounded so, the file holds the same numbers as the
-    model, because its order of weights never takes a weight to another block.
+def require_blocks(config: LlamaConfig, quantize: str) -> None:
+    """Refuse to train a model with `block_formats` if no GGUF file can have its weights.
 
     Args:
-        model: the model, which may be on the meta device.
+        config: the model's shape.
         quantize: a key of `TRAINED_DTYPES`.
 
     Raises:
-        InputRefused: there is no such file of the model, or a parameter is in parts of different types
-            or in other blocks of 32 weights there.
+        InputRefused: there is no file of such a model in this dtype, or it has other blocks of 32 weights.
     """
-    config = model.config
-    dtype = TRAINED_DTYPES[quantize]
+    said = f"train.quantize = {quantize} rounds weights to those of a GGUF file"
     try:
-        _check_supported(config, dtype)
+        _check_supported(config, TRAINED_DTYPES[quantize])
     except InputRefused as error:
         fault = str(error).removesuffix(USE_HF).removesuffix(_USE_F16)
-        raise InputRefused(
-            f"train.quantize = {quantize} rounds weights to those of a GGUF file, and there is none of this model: "
-            f"{fault}"
-        ) from None
+        raise InputRefused(f"{said}, and there is none of this model: {fault}") from None
     for mixer in _mixers(config):
         if not mixer.keeps_blocks(config, weight_blocks.BLOCK):
             raise InputRefused(
-                f"train.quantize = {quantize} rounds blocks of {weight_blocks.BLOCK} weights, which are other blocks in "
-                f"a GGUF file of this {config.model_type}: leave it out"
+                f"{said}, which would have other blocks of {weight_blocks.BLOCK} weights of this "
+                f"{config.model_type}: leave it out"
             )
+
+
+def block_formats(model: nn.Module, quantize: str) -> dict[str, str]:
+    """Return the formats of `monograph.ops.weight_blocks` to which training rounds parameters, by name.
+
+    They are the types that the parameters have in a file of the dtype `TRAINED_DTYPES[quantize]`.
+    Parameters that the file has in fp32 are left out. The file then holds the same numbers as the model:
+    its order of weights takes no weight to another block if `require_blocks` accepts the model.
+
+    Args:
+        model: a `Llama`, which may be on the meta device; any module for "none".
+        quantize: a key of `TRAINED_DTYPES`, or "none", which rounds nothing.
+
+    Raises:
+        InputRefused: parts of a parameter have different types in the file.
+    """
+    if quantize == "none":
+        return {}
+    assert isinstance(model, Llama)
+    config = model.config
     # Which parameters a tensor of the file is made of is seen by reading it. Meta tensors have no numbers,
     # so this takes no time.
     names_read = list[str]()
 
-    def parameter_of(name: str, parameter: Tensor) -> UnreadTensor:
+    def unread(name: str, parameter: Tensor) -> UnreadTensor:
         like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
 
         def read() -> Tensor:
@@ -600,25 +611,24 @@ def block_formats(model: Llama, quantize: str) -> dict[str, str]:
 
         return UnreadTensor(name, like, read)
 
-    parameters = [parameter_of(name, parameter) for name, parameter in model.named_parameters()]
+    parameters = [unread(name, parameter) for name, parameter in model.named_parameters()]
     tensors = [*llama_cpp_tensors(parameters, config)]
-    types = _choose_tensor_types(
-        {tensor.name: tensor.like.shape for tensor in tensors}, dtype, config
-    )
-    types_by_parameter: dict[str, set[str]] = {}
+    shapes = {tensor.name: tensor.like.shape for tensor in tensors}
+    types = _choose_tensor_types(shapes, TRAINED_DTYPES[quantize], config)
+    types_of_parts: dict[str, set[str]] = {}
     for tensor in tensors:
         names_read.clear()
         tensor.read()
         for name in names_read:
-            types_by_parameter.setdefault(name, set()).add(types[tensor.name])
+            types_of_parts.setdefault(name, set()).add(types[tensor.name])
     formats = {}
-    for name, types_of_parts in types_by_parameter.items():
-        if len(types_of_parts) > 1:
+    for name, part_types in types_of_parts.items():
+        if len(part_types) > 1:
             raise InputRefused(
-                f"train.quantize = {quantize}: {name} has parts of the types {', '.join(sorted(types_of_parts))} in a "
+                f"train.quantize = {quantize}: parts of {name} have the types {join_with_or(sorted(part_types))} in a "
                 "GGUF file: leave it out"
             )
-        (block_format,) = types_of_parts
+        (block_format,) = part_types
         if block_format in weight_blocks.BLOCK_FORMATS:
             formats[name] = block_format
     return formats
