@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -728,4 +729,6 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
         return cast_weight.view(torch.uint16).numpy()
     if tensor_type.endswith("_K"):
         return quantize(cast_weight.numpy(), tensor_type)
-    return gguf.quantize(cast_weight.numpy(), gguf.GGMLQuantizationType[tensor_type])
+    # The reciprocal of a scale overflows if all weights of its block are tiny. The scale is then stored as 0.
+    with np.errstate(all="ignore"):
+        return gguf.quantize(cast_weight.numpy(), gguf.GGMLQuantizationType[tensor_type])
