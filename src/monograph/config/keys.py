@@ -732,7 +732,6 @@ class TrainSection(Section):
             "int4": "4 bits, of which `export --format gguf` makes a q4_0 file",
             "int8": "8 bits, of which it makes a q8_0 file",
         },
-        example="int4",
         varies="between graphs",
     )
     compile: Literal["auto", "whole", "blocks", "none"] = _choice(
