@@ -8,9 +8,9 @@ the same weights and see the same bytes in the same order:
     from the beginning    all updates with rounded weights
 
 The last updates are a training of their own, with a new optimizer and a quarter of the peak rate, as
-`monograph train model.init=RUN train.quantize=int4` makes them; they begin with unrounded weights. The weights are then written into a GGUF
-file (q4_0 or q8_0) and read from it, and the numbers of the file are scored on documents and source
-files that were never trained on.
+`monograph train model.init=RUN train.quantize=int4` makes them; they begin with unrounded weights. The
+weights are then written into a GGUF file (q4_0 or q8_0) and read from it, and the numbers of the file are
+scored on documents and source files that were never trained on.
 
     before rounding    held-out bits per byte of the weights that the optimizer has
     of the file        held-out bits per byte of the file
