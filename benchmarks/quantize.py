@@ -23,11 +23,14 @@ Numbers have their mean over the seeds, and its standard error.
 
 from __future__ import annotations
 
+import argparse
 import math
+import multiprocessing
 import random
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +166,9 @@ def scored(
     }
 
 
-def cases_of(seed: int, source: Tensor, held_out: Tensor, options: Any) -> list[dict[str, Any]]:
+def cases_of(
+    seed: int, source: Tensor, held_out: Tensor, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Train in all ways from one seed."""
     updates, last, rows = options.updates, options.last_updates, options.held_out_rows
     draws = random.Random(seed)
@@ -186,6 +191,19 @@ def cases_of(seed: int, source: Tensor, held_out: Tensor, options: Any) -> list[
         model = unrounded_copy(first)
         cases.append(scored(WAYS[2], finished(model, quantize), held_out, quantize, rows))
     return [{**case, "seed": seed} for case in cases]
+
+
+def cases_in_a_process(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train in all ways from one seed, in a process of its own if several are trained at once."""
+    if options.jobs == 1:
+        return cases_of(seed, *text(), options)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_cases_on_one_thread, seed, options).result()
+
+
+def _cases_on_one_thread(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return cases_of(seed, *text(), options)
 
 
 def mean(values: Sequence[float]) -> str:
@@ -218,8 +236,9 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--quantize", default="int4", help="formats, joined by commas")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--last-updates", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that are trained at once")
+    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--last-updates", type=int, default=120)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
@@ -230,13 +249,14 @@ def main() -> None:
         options.layers, options.width, options.held_out_rows = 1, 32, 4
     settings = {
         key: getattr(options, key)
-        for key in ("quantize", "seeds", "updates", "last_updates", "layers", "width")
+        for key in ("quantize", "seeds", "jobs", "updates", "last_updates", "layers", "width")
     }
     found = harness.result("quantize", settings)
-    source, held_out = text()
-    for seed in range(options.seeds):
-        found["cases"] += cases_of(seed, source, held_out, options)
-        harness.write(options.out, found)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        ends = [pool.submit(cases_in_a_process, seed, options) for seed in range(options.seeds)]
+        for end in ends:
+            found["cases"] += end.result()
+            harness.write(options.out, found)
     harness.print_machine(found)
     print(table(found["cases"]))
 

@@ -42,8 +42,8 @@ GROUPS = (
     },
     {
         "tokens": (None, 9), "packing": ("packed", "padded"), "ema": ("none", 0.9), "grad_clip": (1.0, "none"),
-        "skip_spikes": ("auto", True), "quantize": ("none", "int8"), "schedule": ("cosine", "constant"), "min_lr_ratio": (None, 0.1),
-        "transfer": ("none", "width"), "transfer_base": (None, 64),
+        "skip_spikes": ("auto", True), "quantize": ("none", "int8"), "schedule": ("cosine", "constant"),
+        "min_lr_ratio": (None, 0.1), "transfer": ("none", "width"), "transfer_base": (None, 64),
     },
 )  # fmt: skip
 

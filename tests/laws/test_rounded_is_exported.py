@@ -193,9 +193,7 @@ def test_every_tensor_of_a_file_is_rounded_as_the_file_has_it(family: str) -> No
     ],
 )
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_the_file_holds_the_numbers_of_training(
-    tmp_path: Path, family: str, quantize: str
-) -> None:
+def test_the_file_holds_the_numbers_of_training(tmp_path: Path, family: str, quantize: str) -> None:
     """In every family: in each tensor of the file, whatever the order of its rows and columns."""
     tokenizer = Tokenizer.bytes()
     model = model_of(family, tokenizer).requires_grad_(True)
@@ -282,9 +280,7 @@ def test_logits_are_those_of_the_file_and_llama_cpp_goes_on_alike(
     assert torch.equal(torch.tensor(drawn)[is_clear], best.indices[:, 0][is_clear])
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_captured_step_is_the_eager_one_without_another_graph(backend: str) -> None:
     import torch._dynamo.utils as counters_of_dynamo
 
