@@ -36,7 +36,13 @@ def initialise(plane: Plane, optim: Optimizer) -> None:
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
     if plane.kind.block_format is not None:
         plane.state[MASTER] = plane.param.clone()
-        plane.param.copy_(round_to_blocks(plane.param, plane.kind.block_format))
+        round_parameters(plane)
+
+
+def round_parameters(plane: Plane) -> None:
+    """Set a plane's parameters to its unrounded weights, rounded. Without a `block_format`, do nothing."""
+    if plane.kind.block_format is not None:
+        plane.param.copy_(round_to_blocks(plane.state[MASTER], plane.kind.block_format))
 
 
 def update_(
@@ -110,8 +116,7 @@ def update_(
             block_offset=plane.block_offset,
             edge_maxima_2=plane.edge_maxima.get(moment.name),
         )
-    if kind.block_format is not None:
-        plane.param.copy_(round_to_blocks(param, kind.block_format))
+    round_parameters(plane)
     if words is not None and not optim.master_weights:
         plane.param.copy_(round_stochastically(param, words[0]))
     if optim.ema is not None:
