@@ -34,6 +34,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import block_formats
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner.placement_bytes import StreamWay, stages_of
@@ -273,6 +274,8 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
     for tied in (False, True):
         work = replace(head, config=replace(head.config, tie_word_embeddings=tied))
         found += [("large head", work), ("large head", replace(work, compile="whole"))]
+    for optim in (AdamW(), Muon()):
+        found.append(("rounded weights", replace(usual, optim=optim, quantize="int4")))
     return found
 
 
@@ -379,6 +382,7 @@ def _engine(work: Work) -> Resident:
         precision=Precision(work.precision),
         remat=policy_named(work.remat),
         micro_batch=work.rows,
+        block_formats=block_formats(model, work.quantize),
     )
 
 

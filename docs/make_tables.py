@@ -45,6 +45,7 @@ STREAMED = "tests/laws/test_streamed_is_resident.py"
 SHARDED = "tests/laws/test_sharded_is_single.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
+ROUNDED = "tests/laws/test_rounded_is_exported.py"
 ESTIMATOR = "tests/laws/test_estimator_is_gradient.py"
 OFF_POLICY = "tests/laws/test_off_policy_is_its_equation.py"
 PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
@@ -68,6 +69,7 @@ _BEHIND: dict[str, str | dict[str, str]] = {
         "fp8": "tests/graph/test_fp8.py",
         "fp8_head": "tests/ops/test_fp8_head.py",
     },
+    "train.quantize": {"none": ACCUMULATED, "int4": ROUNDED, "int8": ROUNDED},
     "train.remat": dict.fromkeys(
         ("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED
     )
@@ -110,6 +112,7 @@ LAW = {
     RECOMPUTED: "law 3",
     PACKED: "law 9",
     STREAMED: "law 4",
+    ROUNDED: "law 11",
     SHARDED: "law 13",
     TRANSFERRED: "law 14",
     ESTIMATOR: "law 17",

@@ -580,6 +580,13 @@ def test_the_table_of_few_texts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) 
     assert printed("training", "few_texts") == [table]
 
 
+def test_the_table_of_rounded_weights_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/quantize.json").read_text())
+    table = script("benchmarks/quantize.py").table(kept["cases"])
+    assert printed("precision", "quantize") == [table]
+
+
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/balance.json").read_text())

@@ -38,12 +38,12 @@ GROUPS = (
         "precision": ("auto", "fp32", "fp8", "fp8_head"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
         "remat": ("auto", "offload"), "parallel": ("none", "fsdp"), "gather_dtype": ("fp32", "bf16"),
         "state": ("fp32", "bf16"), "master_weights": (True, False), "rank": (None, 8), "is_adapted": (False, True),
-        "is_code": (False, True), "init": (None, "FILE.py:f"),
+        "is_code": (False, True), "init": (None, "FILE.py:f"), "quantize": ("none", "int4"),
     },
     {
         "tokens": (None, 9), "packing": ("packed", "padded"), "ema": ("none", 0.9), "grad_clip": (1.0, "none"),
-        "skip_spikes": ("auto", True), "schedule": ("cosine", "constant"), "min_lr_ratio": (None, 0.1),
-        "transfer": ("none", "width"), "transfer_base": (None, 64),
+        "skip_spikes": ("auto", True), "quantize": ("none", "int8"), "schedule": ("cosine", "constant"),
+        "min_lr_ratio": (None, 0.1), "transfer": ("none", "width"), "transfer_base": (None, 64),
     },
 )  # fmt: skip
 

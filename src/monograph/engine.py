@@ -23,6 +23,7 @@ from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, fill_of
+from monograph.optim import round_parameters
 from monograph.step import Step, Update, accumulate, update
 from monograph.step.fill import require_nothing_added
 from monograph.step.retries import Retries, rows_text
@@ -361,6 +362,9 @@ class Engine:
                 write_tensor(live[name].detach(), tensor)
         # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
+        # The state may be that of an engine that rounded to another format.
+        for plane in self.step.planes:
+            round_parameters(plane)
         self.step.index = index
         for name, counter in self.step.counters.items():
             counter.copy_(saved_counters[name])

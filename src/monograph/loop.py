@@ -21,7 +21,7 @@ from monograph.ranges import COUNT
 from monograph.step import Update
 
 # The keys that decide which tensors an optimizer keeps, and in which form.
-_OPTIMIZER_STATE_KEYS = "optim.name, optim.state, optim.master_weights or optim.ema"
+_OPTIMIZER_STATE_KEYS = "optim.name, optim.state, optim.master_weights, optim.ema or train.quantize"
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The engine whose weights, gradients and optimizer state all live on one device."""
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import nn
@@ -31,6 +32,7 @@ class Resident(Engine):
         remat: Policy | None = None,
         micro_batch: int | None = None,
         rounds_in_update: bool = False,
+        block_formats: Mapping[str, str] | None = None,
     ):
         """Build the step on the module's device; `monograph.Step` describes the arguments in full.
 
@@ -46,6 +48,7 @@ class Resident(Engine):
             rounds_in_update: on a GPU in 16 bits, whether an update rounds the weights that it writes.
                 Otherwise each window begins with a pass over all weights. With True, do not write
                 weights through `.data`: the next window would not see it.
+            block_formats: the parameters that are rounded to a format of a GGUF file, by name.
         """
         step = Step(
             model,
@@ -56,5 +59,6 @@ class Resident(Engine):
             precision=precision,
             remat=remat,
             parameters=OnDevice(rounds_in_update=rounds_in_update),
+            block_formats=block_formats,
         )
         super().__init__(lambda: step, Retries(micro_batch))

@@ -216,6 +216,20 @@ def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(
     )
 
 
+def test_quantize_scores_the_numbers_of_a_file_for_each_way(script, monkeypatch, tmp_path):
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    quantize = script("quantize")
+    cases = smoke(quantize, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [(case["quantize"], case["way"]) for case in cases] == [
+        (bits, way) for bits in ("int4", "int8") for way in quantize.WAYS
+    ]
+    assert all(6 < case["file"] < 9 and case["before"] != case["file"] for case in cases)
+    # The same training, whatever it is rounded to at its end.
+    assert cases[0]["before"] == cases[3]["before"] != cases[1]["before"]
+    four, eight = (abs(case["file"] - case["before"]) for case in (cases[0], cases[3]))
+    assert eight < four
+
+
 @pytest.mark.slow
 def test_balance(script, monkeypatch, tmp_path):
     cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]

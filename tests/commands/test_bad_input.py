@@ -197,9 +197,9 @@ CASES: list[tuple[list[str], int, str]] = [
     ),
     (["export", "full", "--to", "out", "--dtype", "f16"], 2, "--dtype f16 is for --format gguf"),
     (
-        ["export", "full", "--to", "out", "--format", "gguf", "--dtype", "q4_0"],
+        ["export", "full", "--to", "out", "--format", "gguf", "--dtype", "q4_1"],
         2,
-        "--dtype q4_0: expected one of f32",
+        "--dtype q4_1: expected one of f32",
     ),
     (["check", "nothere"], 3, "nothere is not a run"),
 ]

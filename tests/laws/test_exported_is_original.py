@@ -26,7 +26,7 @@ from monograph.graph.lora_merge import merge
 from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
-from monograph.model.gguf import FILE, Q8_0_BLOCK, save_gguf
+from monograph.model.gguf import FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import (
     CONVOLUTION,
@@ -46,6 +46,7 @@ from monograph.model.scaling import (
     YarnScaling,
 )
 from monograph.ops.logit_cap import capped
+from monograph.ops.weight_blocks import BLOCK
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -310,8 +311,8 @@ def test_the_files_weights_are_the_models(tmp_path: Path, dtype: str) -> None:
             )
         else:
             blocks, error = (
-                weight.reshape(-1, Q8_0_BLOCK).double(),
-                (weight - read).reshape(-1, Q8_0_BLOCK).abs().double(),
+                weight.reshape(-1, BLOCK).double(),
+                (weight - read).reshape(-1, BLOCK).abs().double(),
             )
             step = blocks.abs().amax(1, keepdim=True) / 127
             assert bool((error <= step / 2 + 127 * step * 2**-11 + 1e-12).all()) and bool(

@@ -119,6 +119,10 @@ EAGER = {
         shape(model_type="glm4", num_hidden_layers=7, partial_rotary_factor=0.5), rows=8, length=48, optim=AdamW(),
         compile="none",
     ),
+    "weights rounded to 4 bits, muon, bf16": Work(
+        shape(num_hidden_layers=5, tie_word_embeddings=False), rows=4, length=16, optim=Muon(), precision="bf16",
+        compile="none", quantize="int4",
+    ),
     "adapters": Work(shape(num_hidden_layers=5), rows=8, length=48, optim=AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
         shape(num_hidden_layers=4),
@@ -148,7 +152,11 @@ EAGER = {
 # By day a mixture in every second layer stands for mixtures, bf16, Muon and kinds of layers that
 # take turns, and a step of few tokens for more layers than the trace. Adapters are traced for the
 # search, beside its estimate, see below.
-BY_DAY = {"a mixture in every second layer, bf16, muon", "a step of few tokens, so the update"}
+BY_DAY = {
+    "a mixture in every second layer, bf16, muon",
+    "a step of few tokens, so the update",
+    "weights rounded to 4 bits, muon, bf16",
+}
 SEARCHED_BY_DAY = {"adapters and rows of tokens, a large vocabulary"}
 
 

@@ -15,7 +15,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.exports import EXPORTS, Export, find_export
 from monograph.model.hub import MTP_PREFIX, sees_pictures
 from monograph.model.whole_folder import save_whole
-from monograph.run.models import load_to_export, origin_of, original_folder, save
+from monograph.run.models import (
+    load_to_export,
+    origin_of,
+    original_folder,
+    save,
+    trained_dtype,
+)
 from monograph.run.recipe import find_run
 from monograph.run.repository import push, require_account
 from monograph.storage.code import HUB
@@ -36,7 +42,8 @@ def run(
         run: the run, or a model's folder.
         to: the new folder, or a repository of the Hub to push the model to.
         format: the format's name in `EXPORTS`.
-        dtype: the dtype of the weights; None: the format's usual one.
+        dtype: the dtype of the weights; None: for GGUF that to which training has rounded them, else the
+            format's usual one.
         original: the folder of the whole model, to write a copy of it with the trained text model; None:
             the text model is written alone.
     """
@@ -66,6 +73,8 @@ def run(
             (new_folder / ADAPTER).mkdir()
             export.write_adapters(adapters, model.config, new_folder / ADAPTER)
 
+    if dtype is None and export.dtypes:
+        dtype = trained_dtype(run)
     save(model, to, tokenizer, format, dtype, warn, write_adapters)
     if adapters is not None:
         print(export.describe_adapters(to / ADAPTER))

@@ -724,6 +724,16 @@ class TrainSection(Section):
         example="bf16",
         varies="between graphs",
     )
+    quantize: Literal["none", "int4", "int8"] = _choice(
+        "none",
+        "To which integers weights are rounded in training, as a GGUF file will have them.",
+        {
+            "none": "weights are not rounded",
+            "int4": "4 bits, of which `export --format gguf` makes a q4_0 file",
+            "int8": "8 bits, of which it makes a q8_0 file",
+        },
+        varies="between graphs",
+    )
     compile: Literal["auto", "whole", "blocks", "none"] = _choice(
         "auto",
         "What one compiled graph holds.",

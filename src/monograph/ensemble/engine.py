@@ -81,6 +81,7 @@ class Ensemble(Engine):
         remat: Remat.Budget = Remat.Budget(1.0),  # noqa: B008 - it never changes
         micro_batch: int | None = None,
         each: bool = False,
+        block_formats: Mapping[str, str] | None = None,
     ):
         """Stack the members. Gradients and moments are allocated when they are first trained.
 
@@ -102,6 +103,8 @@ class Ensemble(Engine):
             micro_batch: rows per micro-batch; None: the whole window at once.
             each: whether each member has its own rows in a window, [N, R, ...]. Otherwise all
                 members train on the same rows, [R, ...].
+            block_formats: the parameters that are rounded to a format of a GGUF file, by name; see
+                `monograph.Step`.
 
         Raises:
             UsageError: the number of knobs, optimizers or schedules is not the number of members,
@@ -145,6 +148,7 @@ class Ensemble(Engine):
                 clip=clip,
                 precision=precision,
                 parameters=parameters,
+                block_formats=block_formats,
             )
             return parameters
 

@@ -159,7 +159,7 @@ class StackedParameters(OnDevice):
         """Move the stacked parameters into planes [N, size]."""
         self.step = step
         member_kinds = [
-            optim.kinds(member)
+            step.kinds_of(member, optim)
             for optim, member in zip(self.optims, self.caller.stack.members, strict=True)
         ]
         padded = self.caller.stack.padded_parameters()

@@ -416,3 +416,11 @@ class GatedDeltaNet(Mixer):
             without_middle_axis(like),
             lambda: without_middle_axis(change(read())),
         )
+
+    @classmethod
+    def keeps_blocks(cls, config: LlamaConfig, size: int) -> bool:
+        """Return whether the heads that `llama_cpp_tensor` reorders consist of whole blocks."""
+        heads_keep_their_order = config.linear_num_value_heads == config.linear_num_key_heads
+        if config.family.projections_by_key_head or heads_keep_their_order:
+            return True
+        return config.linear_value_head_dim % size == 0

@@ -22,15 +22,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, join_with_or
 from monograph.extras import command_for
 from monograph.graph.lora_merge import UnreadTensor, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import TRAINED_DTYPES
 from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
@@ -48,18 +50,30 @@ from monograph.model.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
+from monograph.ops import weight_blocks
 from monograph.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FILE = "model.gguf"
-Q8_0_BLOCK = 32  # weights that share one scale in Q8_0
 # The dtypes of a file, by their names on the command line. The value is gguf's name of the type that
 # most matrices of such a file have; a file has tensors of several types.
-DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | K_QUANTS
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"} | K_QUANTS
 # The number of a file's dtype in llama.cpp's enum `llama_ftype`.
-_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
+_FILE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q8_0": 7,
+    "q4_k_m": 15,
+    "q5_k_m": 17,
+    "q6_k": 18,
+    "bf16": 32,
+}
+# By how much a block's scale is below its largest weight, by the type. It is at least 1 in types that are
+# not listed.
+_SCALE_DIVISORS = {"Q4_0": 8, "Q8_0": 127}
 # The dtype to which a tensor is cast before it is written or quantised, by its type in the file. For types
 # that are not listed it is fp32.
 _CAST_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,6 +84,8 @@ _DEFAULT_DTYPES = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
 }
+
+_USE_F16 = ": use --dtype f16"
 
 # llama.cpp rotates queries and keys in all layers of a SmolLM3 but every fourth one.
 _SMOLLM3_INTERVAL = 4
@@ -110,7 +126,8 @@ def save_gguf(
     llama.cpp requires it. Routers of mixtures are stored as f32, too, as llama.cpp's own converter
     does. q8_0 stores 32 consecutive weights w of a row as a float16 scale d = max|w| / 127 and
     integers q, so that w is about d q. The error of a weight is at most d / 2, plus the rounding of d.
-    In q4_k_m, q5_k_m and q6_k each matrix has the type and the bytes that llama.cpp's own quantizer
+    q4_0 stores them as a float16 scale and integers of 4 bits (`monograph.ops.weight_blocks`), but the
+    head as q8_0. In q4_k_m, q5_k_m and q6_k each matrix has the type and the bytes that llama.cpp's own quantizer
     writes (`gguf_blocks`). Besides the model, one tensor at a time is in memory.
 
     Args:
@@ -269,7 +286,7 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
 def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights.
 
-    A block is the group of weights that share a scale. It has 32 weights in Q8_0, and 256 in the types
+    A block is the group of weights that share a scale. It has 32 weights in Q8_0 and Q4_0, and 256 in the types
     of q4_k_m, q5_k_m and q6_k. If a row cannot be cut into blocks of 256, `choose_types` chooses other
     types for its matrix, whose blocks have 32 weights. So every quantised dtype needs blocks of 32.
     """
@@ -282,9 +299,9 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     for mixer in _mixers(config):
         row_lengths |= mixer.llama_cpp_row_lengths(config)
     for key, length in row_lengths.items():
-        if length % Q8_0_BLOCK:
+        if length % weight_blocks.BLOCK:
             raise InputRefused(
-                f"{key} = {length} is not a multiple of {Q8_0_BLOCK}, a block of {dtype}: use --dtype f16"
+                f"{key} = {length} is not a multiple of {weight_blocks.BLOCK}, a block of {dtype}{_USE_F16}"
             )
 
 
@@ -583,7 +600,93 @@ def _choose_tensor_types(
         matrix_types = choose_types(row_lengths, dtype, config)
     else:
         matrix_types = dict.fromkeys(row_lengths, DTYPES[dtype])
+    if dtype == "q4_0":
+        # llama.cpp's own quantizer stores the head as Q6_K, whose scales it searches for. Q8_0 loses less, and
+        # its rounding is an equation that training can compute after each update. If the head is tied to the
+        # embedding, both are one parameter.
+        head_names = {"output.weight"}
+        if config.tie_word_embeddings:
+            head_names.add("token_embd.weight")
+        matrix_types |= dict.fromkeys(head_names & row_lengths.keys(), "Q8_0")
     return dict.fromkeys(shapes, "F32") | matrix_types
+
+
+def require_blocks(config: LlamaConfig, quantize: str) -> None:
+    """Refuse to train a model with `block_formats` if no GGUF file can have its weights.
+
+    Args:
+        config: the model's shape.
+        quantize: a key of `TRAINED_DTYPES`.
+
+    Raises:
+        InputRefused: there is no file of such a model in this dtype, or it has other blocks of 32 weights.
+    """
+    said = f"train.quantize = {quantize} rounds weights to those of a GGUF file"
+    try:
+        _check_supported(config, TRAINED_DTYPES[quantize])
+    except InputRefused as error:
+        fault = str(error).removesuffix(USE_HF).removesuffix(_USE_F16)
+        raise InputRefused(f"{said}, and there is none of this model: {fault}") from None
+    for mixer in _mixers(config):
+        if not mixer.keeps_blocks(config, weight_blocks.BLOCK):
+            raise InputRefused(
+                f"{said}, which would have other blocks of {weight_blocks.BLOCK} weights of this "
+                f"{config.model_type}: leave it out"
+            )
+
+
+def block_formats(model: nn.Module, quantize: str) -> dict[str, str]:
+    """Return the formats of `monograph.ops.weight_blocks` to which training rounds parameters, by name.
+
+    They are the types that the parameters have in a file of the dtype `TRAINED_DTYPES[quantize]`.
+    Parameters that the file has in fp32 are left out. The file then holds the same numbers as the model:
+    its order of weights takes no weight to another block if `require_blocks` accepts the model.
+
+    Args:
+        model: a `Llama`, which may be on the meta device; any module for "none".
+        quantize: a key of `TRAINED_DTYPES`, or "none", which rounds nothing.
+
+    Raises:
+        InputRefused: parts of a parameter have different types in the file.
+    """
+    if quantize == "none":
+        return {}
+    assert isinstance(model, Llama)
+    config = model.config
+    # Which parameters a tensor of the file is made of is seen by reading it. Meta tensors have no numbers,
+    # so this takes no time.
+    names_read = list[str]()
+
+    def unread(name: str, parameter: Tensor) -> UnreadTensor:
+        like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
+
+        def read() -> Tensor:
+            names_read.append(name)
+            return like
+
+        return UnreadTensor(name, like, read)
+
+    parameters = [unread(name, parameter) for name, parameter in model.named_parameters()]
+    tensors = [*llama_cpp_tensors(parameters, config)]
+    shapes = {tensor.name: tensor.like.shape for tensor in tensors}
+    types = _choose_tensor_types(shapes, TRAINED_DTYPES[quantize], config)
+    types_of_parts: dict[str, set[str]] = {}
+    for tensor in tensors:
+        names_read.clear()
+        tensor.read()
+        for name in names_read:
+            types_of_parts.setdefault(name, set()).add(types[tensor.name])
+    formats = {}
+    for name, part_types in types_of_parts.items():
+        if len(part_types) > 1:
+            raise InputRefused(
+                f"train.quantize = {quantize}: parts of {name} have the types {join_with_or(sorted(part_types))} in a "
+                "GGUF file: leave it out"
+            )
+        (block_format,) = part_types
+        if block_format in weight_blocks.BLOCK_FORMATS:
+            formats[name] = block_format
+    return formats
 
 
 def interleave_rotary_pairs(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
@@ -678,10 +781,9 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
     if weight.ndim == 1:
         return cast_weight.numpy()
     largest_weight = float(torch.stack(weight.aminmax()).abs().max())
-    # Quantised types, whose names begin with Q, store scales in float16. A scale of Q8_0 is at most
-    # max|w| / 127, and a scale of another quantised type at most max|w|. Types that are not quantised
-    # store the weights themselves.
-    largest_stored = largest_weight / 127 if tensor_type == "Q8_0" else largest_weight
+    # Quantised types, whose names begin with Q, store scales in float16. Types that are not quantised store
+    # the weights themselves.
+    largest_stored = largest_weight / _SCALE_DIVISORS.get(tensor_type, 1)
     stored_dtype = torch.float16 if tensor_type.startswith("Q") else cast_dtype
     fits = largest_stored <= torch.finfo(stored_dtype).max  # False for a NaN
     if not fits:
@@ -692,4 +794,6 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
         return cast_weight.view(torch.uint16).numpy()
     if tensor_type.endswith("_K"):
         return quantize(cast_weight.numpy(), tensor_type)
-    return gguf.quantize(cast_weight.numpy(), gguf.GGMLQuantizationType[tensor_type])
+    # The reciprocal of a scale overflows if all weights of its block are tiny. The scale is then stored as 0.
+    with np.errstate(all="ignore"):
+        return gguf.quantize(cast_weight.numpy(), gguf.GGMLQuantizationType[tensor_type])

@@ -282,6 +282,13 @@ class Mixer(nn.Module, ABC):
         return None
 
     @classmethod
+    def keeps_blocks(cls, config: LlamaConfig, size: int) -> bool:
+        """Return whether each `size` consecutive columns of the layer's matrices, from a multiple of
+        `size` on, are also consecutive in a GGUF file. It is so unless `llama_cpp_tensor` reorders columns.
+        """
+        return True
+
+    @classmethod
     def more_llama_cpp_tensors(cls, config: LlamaConfig) -> list[UnreadTensor]:
         """Return tensors that llama.cpp needs and the layer does not have, by their names in a block."""
         return []

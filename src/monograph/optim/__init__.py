@@ -15,7 +15,7 @@ from monograph.optim.planes import (
     trainable,
     unlinked,
 )
-from monograph.optim.updates import ema_, initialise, update_
+from monograph.optim.updates import ema_, initialise, round_parameters, update_
 
 __all__ = [
     "OPTIMIZERS",
@@ -40,6 +40,7 @@ __all__ = [
     "name_of",
     "newton_schulz",
     "planes",
+    "round_parameters",
     "splittable",
     "split",
     "split_",

@@ -105,6 +105,8 @@ class ParameterKind(NamedTuple):
         matrix_shape: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols)
             of a stack; None: each element is updated separately.
         is_vector: whether the parameters are vectors, such as gains and biases.
+        block_format: the format of `monograph.ops.weight_blocks` to which the weights of the model are
+            rounded after each update; None: they are not rounded.
     """
 
     rule: Rule
@@ -114,6 +116,7 @@ class ParameterKind(NamedTuple):
     eps: Knob = 0.0
     matrix_shape: tuple[int, ...] | None = None
     is_vector: bool = False
+    block_format: str | None = None
 
     def hyperparameters(
         self,

@@ -72,7 +72,8 @@ class Plane:
             This is then the number of the block's elements before the piece, which other ranks have;
             else 0.
         state: the optimizer's buffers by name. Each is [size], or smaller if several elements share
-            one number, such as the scale of their block.
+            one number, such as the scale of their block. If `kind.block_format` is not None, one of them
+            has the weights before they were rounded to `param`.
         rounded: the parameters in the dtype of matrix products, which `round` writes; None: products
             read the parameters themselves.
         orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of

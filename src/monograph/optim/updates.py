@@ -13,19 +13,36 @@ import torch
 from torch import Tensor
 
 from monograph.ops.materialize import materialize
+from monograph.ops.weight_blocks import round_to_blocks
 from monograph.optim.formats import FORMATS
 from monograph.optim.narrow import random_words, round_stochastically
 from monograph.optim.optimizer import Knob, Optimizer
 from monograph.optim.planes import Plane
 
+# The buffer of unrounded weights of a plane whose parameters are rounded to blocks.
+MASTER = "master"
+
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
-    """Give a plane its state: moments of zero, and the moving average, which equals the weights."""
+    """Give a plane its state: moments of zero, and the moving average, which equals the weights.
+
+    If the plane's kind has a `block_format`, the weights become part of the state, and the parameters
+    are rounded.
+    """
     for moment in plane.kind.rule.moments:
         plane.state |= FORMATS[optim.state].zeros(plane.grad, moment, plane.block_offset)
     if optim.ema is not None:
         # A copy, because an average that is a view of the weights would change with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
+    if plane.kind.block_format is not None:
+        plane.state[MASTER] = plane.param.clone()
+        round_parameters(plane)
+
+
+def round_parameters(plane: Plane) -> None:
+    """Set a plane's parameters to its unrounded weights, rounded. Without a `block_format`, do nothing."""
+    if plane.kind.block_format is not None:
+        plane.param.copy_(round_to_blocks(plane.state[MASTER], plane.kind.block_format))
 
 
 def update_(
@@ -42,6 +59,11 @@ def update_(
 
     All matrices of one shape are updated at once. Moments that are kept in fewer bits are unpacked
     before the update, and packed after it.
+
+    With a `block_format`, the gradient is that of the rounded parameters, the rule changes the unrounded
+    weights by it, and the parameters are these weights rounded again:
+
+        m <- rule(m, gradient at p)          p <- round(m)
 
     Args:
         plane: the plane, which may be that of an ensemble of N modules.
@@ -60,7 +82,10 @@ def update_(
     moments = [
         state_format.read(state, moment, grad, plane.block_offset) for moment in rule.moments
     ]
-    param = plane.param.to(grad.dtype)
+    if kind.block_format is not None:
+        param = state[MASTER]
+    else:
+        param = plane.param.to(grad.dtype)
     # The tensors that the rule gets: parameters, gradient and moments, each flat or as matrices.
     tensors = [param, grad, *moments]
     if kind.matrix_shape is not None and plane.orthogonal is None:
@@ -91,6 +116,7 @@ def update_(
             block_offset=plane.block_offset,
             edge_maxima_2=plane.edge_maxima.get(moment.name),
         )
+    round_parameters(plane)
     if words is not None and not optim.master_weights:
         plane.param.copy_(round_stochastically(param, words[0]))
     if optim.ema is not None:

@@ -528,11 +528,12 @@ def streamed_or_resident(
         resident = Plan(device, budget(device), chosen=None, candidates=[])
     else:
         resident = plan(request, device, peak_flops, calibration)
-    # Streaming needs a graph for each block, offloads inputs itself, and trains all weights.
+    # Streaming needs a graph for each block, offloads inputs itself, and trains all weights, unrounded.
     cannot_stream = (
         request.scopes == ("whole",)
         or request.remats == ("offload",)
         or request.training.lora is not None
+        or request.training.quantize != "none"
     )
     if memory == "device" or resident.chosen or cannot_stream:
         return resident

@@ -249,15 +249,15 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
                 cost=f"moments rounded to {bits} bits",
                 request=request.with_training(narrow),
             )
-        # Only a training in bf16 can do without weights in fp32.
-        if request.precisions == ("bf16",):
+        # Only a training in bf16 can do without weights in fp32, and none that rounds them.
+        if request.precisions == ("bf16",) and training.quantize == "none":
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
             yield TrainingChange(
                 arguments="optim.state=bf16 optim.master_weights=false",
                 cost="weights, moments in 16 bits",
                 request=request.with_training(bits_16),
             )
-    if choices.may_add_adapters:
+    if choices.may_add_adapters and training.quantize == "none":
         rank = Lora().rank
         # The default optimizer stands for any other: an optimizer of adapters hardly changes memory and
         # time.

@@ -466,6 +466,8 @@ def estimate_bytes(work: Work) -> int:
     static = frozen_bytes + trained * (
         weight_bytes + rounded_bytes + gradient_bytes + moment_bytes + average_bytes
     )
+    if work.quantize != "none":
+        static += 4 * _numbers_in_blocks(config)
 
     # stored
     adapter_inner = 0
@@ -547,6 +549,12 @@ def _largest_stack(config: LlamaConfig) -> int:
 def _matrix_numbers(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
     return _count_numbers(matrix_shapes(config))
+
+
+def _numbers_in_blocks(config: LlamaConfig) -> int:
+    """Return how many numbers `train.quantize` rounds, of each of which there is an unrounded one, too."""
+    tables = 1 if config.tie_word_embeddings else 2  # the embedding and the head
+    return _matrix_numbers(config) + tables * config.vocab_size * config.hidden_size
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,6 +32,7 @@ from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.feed_forward import FeedForward
+from monograph.model.gguf import block_formats
 from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
@@ -75,6 +76,8 @@ class Training:
             because the model learns from text. "exact": each answer is in its own row, and attention
             is computed as in sampling, so that log-probabilities have the same bits. "rows": by the
             usual attention.
+        quantize: to which integers weights are rounded after each update, as in the settings: "none",
+            "int4" or "int8".
     """
 
     rows: int
@@ -88,6 +91,7 @@ class Training:
     clip: float | Clip | None = 1.0
     lora: Lora | None = None
     answer_scoring: AnswerScoring = ""
+    quantize: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -576,6 +580,7 @@ def _step(model: nn.Module, work: Work) -> Step:
         remat=policy_named(work.remat),
         loss=work.loss,
         parameters=OnDevice(fused=work.fused, rounds_in_update=True),
+        block_formats=block_formats(model, work.quantize),
     )
 
 
@@ -590,6 +595,7 @@ def _members_step(model: nn.Module, work: Work) -> Step:
         loss=work.loss,
         micro_batch=work.rows,
         each=work.own_rows,
+        block_formats=block_formats(model, work.quantize),
     )
     parameters = ensemble.stacked_parameters
     parameters.caller.assume_batched()

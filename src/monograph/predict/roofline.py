@@ -121,6 +121,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float
 # captured update passes once over gradient, weights and two moments in fp32, and zeros the gradient. In
 # an eager one every intermediate goes through memory as well.
 UPDATE_TRAFFIC_BYTES = {True: 36, False: 132}
+# The same for rounding weights to blocks after the update. A captured one reads the weights twice, for the
+# scales and for the integers, and writes the rounded ones.
+ROUNDING_TRAFFIC_BYTES = {True: 12, False: 68}
 # The same for an update on the host. The device computes the norm and zeros the gradient, so the host
 # moves fewer bytes. The eager value is the captured one times the measured slowdown (dev/log.md).
 HOST_UPDATE_TRAFFIC_BYTES = {True: 28, False: 1700}
@@ -291,6 +294,9 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     dequantising_bytes = dequantising_passes * micro_batches * estimate.dequantising_bytes(work)
     kernels = BLOCK_KERNELS[captured] * layers * micro_batches
     trained_numbers = estimate.trained_numbers(config, work.lora, work.precision)
+    update_traffic_bytes = UPDATE_TRAFFIC_BYTES[captured]
+    if work.quantize != "none":
+        update_traffic_bytes += ROUNDING_TRAFFIC_BYTES[captured]
     transfer_s = 0.0
     if work.remat == "offload":
         # Each block's input goes to the host and comes back.
@@ -301,7 +307,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         attention_s=attention_flops * window_tokens / (peak_flops * shares.attention),
         traffic_s=(token_traffic_bytes * window_tokens + dequantising_bytes) / bandwidth,
         launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * host_s,
-        update_s=trained_numbers * UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
+        update_s=trained_numbers * update_traffic_bytes / bandwidth,
         transfer_s=transfer_s,
         launches_ahead=device.type != "cpu",
     )

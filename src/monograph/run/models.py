@@ -27,7 +27,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file, whole_folder
 from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import find_export
+from monograph.model.exports import TRAINED_DTYPES, find_export
 from monograph.model.files import write_no_extras
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import set_new_rows
@@ -224,6 +224,21 @@ def load_to_export(
     # Without new tokens, adapters need no tokenizer next to them: their base has it.
     own_tokenizer = tokenizer if recipe.vocabulary else None
     return model, tokenizer, adapters._replace(base=base_record, tokenizer=own_tokenizer)
+
+
+def trained_dtype(name: str | Path) -> str | None:
+    """Return the dtype of the GGUF file that holds exactly the weights of a run.
+
+    None: the name is not that of a run, or the run was trained without `train.quantize`.
+
+    Raises:
+        InputRefused, NoValidCheckpoint: the run's checkpoint cannot be read.
+    """
+    run = find_run(name)
+    if run is None:
+        return None
+    quantize = recorded_state.newest_state(run).get("quantize")
+    return TRAINED_DTYPES[quantize] if quantize in TRAINED_DTYPES else None
 
 
 def origin_of(name: str | Path) -> ModelSource | None:

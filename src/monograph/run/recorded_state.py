@@ -130,6 +130,7 @@ class _State(Strict):
     settings: Digest  # the fingerprint of the settings
     recipe: _Recipe
     attention: str | None = None  # the kernel that was chosen
+    quantize: Literal["int4", "int8"] | None = None  # train.quantize
     files: dict[FileName, Digest] = {}  # see `recorded_file_digests`
     teachers: Digest | None = None  # that of teachers.json, as an earlier version recorded it
     # The entry is called model_config, a name that pydantic keeps for itself.

@@ -49,6 +49,7 @@ def compiled_key(session: Session, window: Batch) -> str:
     optimizer = replace(training.optim, seed=0, lr=1.0)
     options = (
         training.precision,
+        training.quantize,
         training.remat,
         training.compile,
         engine.micro_batch,

@@ -30,6 +30,7 @@ class Choices:
     init: str | None = of_key("model.init")
     rank: int | None = of_key("lora.rank")
     precision: str = of_key("train.precision")
+    quantize: str = of_key("train.quantize")
     remat: str | float = of_key("train.remat")
     compile: str = of_key("train.compile")
     memory: str = of_key("train.memory")
@@ -148,6 +149,9 @@ FP8 = Condition(
     "fp8 or fp8_head",
 )
 FP8_HEAD = Condition("train.precision = fp8_head", lambda choices: choices.precision == "fp8_head")
+QUANTIZED = Condition(
+    "train.quantize = {quantize}", lambda choices: choices.quantize != "none", "int4 or int8"
+)
 NO_MASTER_WEIGHTS = Condition(
     "optim.master_weights = false", lambda choices: not choices.master_weights
 )

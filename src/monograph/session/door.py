@@ -114,6 +114,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         ),
         clip=_clip(optim.grad_clip, optim.skip_spikes, objective.skips_spikes),
         lora=lora,
+        quantize=train.quantize,
         **given_choices,
     )
     data = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)

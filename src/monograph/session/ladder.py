@@ -284,6 +284,10 @@ class Ladder:
             raise UsageError(
                 "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
             )
+        if plan.training.quantize != "none":
+            raise UsageError(
+                f"train.quantize = {plan.training.quantize}: the rungs do not round weights: leave it out"
+            )
         set_values = plan.record.settings.given_values()
         # Only a value that asks for something is worth a note. train.compile = whole or blocks is
         # not ignored: all compiled rungs have that scope.

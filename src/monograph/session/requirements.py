@@ -28,6 +28,7 @@ from monograph.session.choices import (
     FP8_HEAD,
     MODEL_FROM_CODE,
     NO_MASTER_WEIGHTS,
+    QUANTIZED,
     REMAT_OFFLOADED,
     STREAMED,
     Choices,
@@ -72,6 +73,7 @@ PRECISION_WITHOUT_BF16_WEIGHTS = Condition(
     lambda choices: choices.precision in ("fp32", "fp16"),
     "fp32 or fp16",
 )
+AVERAGED = Condition("optim.ema", lambda choices: choices.ema != "none")
 LORA_RANK_GIVEN = Condition("lora.rank", lambda choices: choices.rank is not None)
 NOT_STOCHASTIC_STATE = Condition(
     "optim.state = {state}",
@@ -126,6 +128,15 @@ STEP_EXCLUSIONS = (
     excludes(FP8_HEAD, IN_PARALLEL, "it was not tried: take bf16 or fp8"),
     excludes(FP8_HEAD, MODEL_FROM_CODE, "only Monograph's own loss has these products: take bf16"),
     Exclusion(
+        ADAPTED,
+        QUANTIZED,
+        "train.quantize = {quantize} is for weights that are trained: with lora.rank take lora.base = int8 or nf4",
+    ),
+    excludes(QUANTIZED, STREAMED, "whole weights are rounded after an update: take device"),
+    excludes(QUANTIZED, IN_PARALLEL, "it was not tried: leave one out"),
+    excludes(QUANTIZED, MODEL_FROM_CODE, "there is no GGUF file of such a model: leave it out"),
+    excludes(QUANTIZED, FP8, "products would round the weights again: take bf16 or fp32"),
+    Exclusion(
         GATHERED_IN_BF16,
         NOT_SHARDED,
         "train.gather_dtype = bf16 is for weights that are shared out among ranks: take fsdp or hsdp",
@@ -153,6 +164,8 @@ OPTIMIZER_EXCLUSIONS = (
         PRECISION_WITHOUT_BF16_WEIGHTS,
         f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8",
     ),
+    excludes(QUANTIZED, NO_MASTER_WEIGHTS, "small updates of rounded weights would be lost"),
+    excludes(QUANTIZED, AVERAGED, "a mean of rounded weights is not rounded: leave one out"),
     Exclusion(
         SPIKES_SKIPPED,
         NOT_CLIPPED,

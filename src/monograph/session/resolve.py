@@ -24,6 +24,7 @@ from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import require_blocks
 from monograph.optim import name_of
 from monograph.planner import Candidate, Limits, PlanRequest, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
@@ -116,6 +117,8 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     config = shape.config
     rank_rows = math.ceil(plan.training.window_rows / shape.ranks)
     if config:
+        if plan.training.quantize != "none":
+            require_blocks(config, plan.training.quantize)
         extra_bytes = job.objective.extra_bytes(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, extra_bytes=extra_bytes)
     expected: Candidate | None = None

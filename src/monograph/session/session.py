@@ -183,11 +183,13 @@ class Session:
                 f"{names[0]} is not finite after update {update} ({len(names)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
             )
-        # A checkpoint has no entry for a kernel if none was chosen, as on a CPU, and no entry for
-        # files if the task keeps none in the run's folder.
+        # A checkpoint has no entry for a kernel if none was chosen, as on a CPU, none for integers if
+        # weights are not rounded, and none for files if the task keeps none in the run's folder.
         optional_entries: dict[str, Any] = {}
         if self.kernel:
             optional_entries["attention"] = self.kernel
+        if self.plan.training.quantize != "none":
+            optional_entries["quantize"] = self.plan.training.quantize
         if self.task.file_digests:
             optional_entries["files"] = self.task.file_digests
         # The part of the checkpoint that is not tensors; `recorded_state` checks its types.

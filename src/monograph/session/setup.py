@@ -23,6 +23,7 @@ from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import block_formats
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -388,6 +389,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             model,
             micro_batch=micro_batch,
             rounds_in_update=isinstance(model, Llama),
+            block_formats=block_formats(model, training.quantize),
             **step_options,
         )
     if is_sharded(plan.job.parallel):

@@ -173,7 +173,9 @@ def update_plane(
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.product_dtype(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
-    make_splittable_(plane.param, precision)
+    # Weights of a block format are never streamed, and keep the numbers of the format.
+    if plane.kind.block_format is None:
+        make_splittable_(plane.param, precision)
 
 
 def make_splittable_(param: Tensor, precision: Precision) -> None:

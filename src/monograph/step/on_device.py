@@ -64,7 +64,7 @@ class OnDevice(Parameters):
         ordered_parameters = siblings.in_family_order(step.model, trainable(step.model))
         new_planes = planes(
             ordered_parameters,
-            step.optim.kinds(step.model),
+            step.kinds_of(step.model, step.optim),
             step.optim.state,
             master_weights=step.optim.master_weights,
             layers=parameter_blocks(step.model),

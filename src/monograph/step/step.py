@@ -19,13 +19,14 @@ from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
 from monograph.graph.compilable import AttributeValue, Compilable, Scope
 from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
-from monograph.graph.precision import Precision
+from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import IGNORE, SHARES, Loss, TokenLoss, has_count, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
+    ParameterKind,
     Plane,
     hidden_matrices,
     initialise,
@@ -84,6 +85,7 @@ class Step:
     Attributes:
         index: number of updates so far, skipped ones included.
         planes: the trainable parameters, in flat buffers.
+        block_formats: the formats of the parameters that are rounded after each update, by name.
         left_in_bf16: names of the weights that fp8 leaves in bf16.
         holds_average: whether the planes hold the averaged weights now, see `averaged`.
         scope: what one graph of a capture holds (`monograph.capture`); "none" if the step is not captured.
@@ -125,6 +127,7 @@ class Step:
         remat: Policy | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = sum_of_one_rank,
         parameters: Parameters | None = None,
+        block_formats: Mapping[str, str] | None = None,
     ):
         """Prepare a step.
 
@@ -147,6 +150,10 @@ class Step:
             sum_over_ranks: sums a 0-d tensor over all ranks.
             parameters: where the parameters live; each step needs its own. By default they are in
                 planes on the module's device.
+            block_formats: {name of a parameter: its format}, for parameters that are rounded to a
+                format of a GGUF file (`monograph.model.gguf.block_formats` returns those of a model).
+                Forward and backward passes then use the rounded weights, which the model holds; the
+                optimizer's state holds the unrounded ones, to which the gradients are applied.
         """
         _check_types(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model = unwrap_(model)
@@ -158,7 +165,8 @@ class Step:
         self.balances = balances(self.model, self.loss)
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
-        _require_together(self.optim, self.precision)
+        self.block_formats = dict(block_formats or {})
+        _require_together(self.optim, self.precision, is_rounding=bool(self.block_formats))
         self.left_in_bf16: list[str] = []
         if self.precision.name == "fp8":
             self.left_in_bf16 = fp8.convert_(self.model, hidden_matrices(self.model))
@@ -218,9 +226,22 @@ class Step:
         accumulate(self, window)
         return update(self)
 
+    def kinds_of(self, model: nn.Module, optim: Optimizer) -> dict[str, ParameterKind]:
+        """Return how an optimizer updates each parameter of a model, by name, with its block format.
+
+        Args:
+            model: the step's model, or a member of an ensemble.
+            optim: the step's optimizer, or the member's.
+        """
+        return {
+            name: kind._replace(block_format=self.block_formats.get(name))
+            for name, kind in optim.kinds(model).items()
+        }
+
     def prepare_plane(self, plane: Plane) -> Plane:
         """Prepare a new plane's weights and optimizer state for the first update; return the plane."""
-        make_splittable_(plane.param, self.precision)
+        if plane.kind.block_format is None:
+            make_splittable_(plane.param, self.precision)
         initialise(plane, self.optim)
         return plane
 
@@ -527,11 +548,23 @@ def _check_types(**arguments: object) -> None:
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
 
 
-def _require_together(optim: Optimizer, precision: Precision) -> None:
+def _require_together(optim: Optimizer, precision: Precision, *, is_rounding: bool) -> None:
     if not optim.master_weights and precision.dtype != torch.bfloat16:
         raise UsageError(
             f"master_weights = False keeps the weights in bf16, which precision {precision.name} cannot use: take bf16 "
             "or fp8"
+        )
+    if not is_rounding:
+        return
+    if not optim.master_weights:
+        raise UsageError(
+            "block_formats keep the unrounded weights, and master_weights = False does not: leave one out"
+        )
+    if optim.ema is not None:
+        raise UsageError("block_formats: a mean of rounded weights is not rounded: take ema = None")
+    if precision.name in FP8:
+        raise UsageError(
+            f"block_formats: precision {precision.name} would round the weights again: take bf16 or fp32"
         )
 
 

@@ -27,6 +27,7 @@ from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.shared_base import frozen_parameters
 from monograph.loss import Batch
+from monograph.model.gguf import block_formats
 from monograph.optim.formats import FORMATS
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -315,6 +316,7 @@ def make_members_engine(
         precision=Precision(plan.training.precision),
         micro_batch=plan.training.rows,
         each=own_rows,
+        block_formats=block_formats(built_runs[0].model, plan.training.quantize),
     )
 
 
