@@ -29,6 +29,7 @@ class Choices:
     is_adapted: bool
     init: str | None = of_key("model.init")
     rank: int | None = of_key("lora.rank")
+    dropout: float | None = of_key("lora.dropout")
     precision: str = of_key("train.precision")
     remat: str | float = of_key("train.remat")
     compile: str = of_key("train.compile")

@@ -73,6 +73,9 @@ PRECISION_WITHOUT_BF16_WEIGHTS = Condition(
     "fp32 or fp16",
 )
 LORA_RANK_GIVEN = Condition("lora.rank", lambda choices: choices.rank is not None)
+INPUTS_DROPPED = Condition(
+    "lora.dropout = {dropout}", lambda choices: bool(choices.dropout), "a number above 0"
+)
 NOT_STOCHASTIC_STATE = Condition(
     "optim.state = {state}",
     lambda choices: not FORMATS[choices.state].stochastic,
@@ -113,9 +116,10 @@ STEP_EXCLUSIONS = (
         f"{_STAGED} train.remat is none, full, pointwise or a number, not offload",
     ),
     Exclusion(
-        ADAPTED,
         STREAMED,
-        "train.memory = stream is only for weights that are trained: with lora.rank take device",
+        INPUTS_DROPPED,
+        "train.memory = stream runs each block twice, and lora.dropout = {dropout} would drop other inputs the second "
+        "time: say lora.dropout = 0",
     ),
     Exclusion(
         ADAPTED,
