@@ -42,7 +42,7 @@ from streamed import (
     EVERY,
     FAMILIES,
     LAYERS,
-    ROWS,
+    MICRO_BATCH,
     UPDATES,
     arguments,
     by_day,
@@ -259,8 +259,8 @@ def test_adapters_of_a_streamed_base_on_a_gpu(family: str, base: str, precision:
     assert not other_bits(resident, ours)
     frozen = sum(stage.frozen.memory.nbytes for stage in engine.store.stages)
     assert engine.store.bytes_at()[Home.HOST] == frozen
-    # What has come back are the inputs of the stages of blocks.
-    states = UPDATES * LAYERS * ROWS * LENGTH * 32 * Precision(precision).dtype.itemsize
+    # What has come back are the inputs of the stages of blocks; the last of three micro-batches is filled up.
+    states = UPDATES * LAYERS * 3 * MICRO_BATCH * LENGTH * 32 * Precision(precision).dtype.itemsize
     assert engine.walk.lanes.moved_bytes[Home.DEVICE, Home.HOST] == states
 
 
