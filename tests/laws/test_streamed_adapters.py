@@ -41,21 +41,19 @@ DAY = [
     ("llama", "magnitudes", "int8", "fp32"),
     ("llama", "rows of tokens", "auto", "bf16"),
 ]
-CASES = [
-    pytest.param(*case, marks=() if case in DAY else pytest.mark.slow)
-    for case in [
-        *DAY,
-        ("qwen3_moe", "of experts", "int8", "fp32"),
-        ("qwen3_moe", "magnitudes", "nf4", "fp32"),
-        ("qwen3_moe", "rows of tokens", "nf4", "bf16"),
-        ("gpt_oss", "of experts", "nf4", "bf16"),
-        ("qwen3_5", "lora", "nf4", "bf16"),
-        ("llama", "lora", "auto", "fp32"),
-        ("llama", "lora", "nf4", "bf16"),
-        ("llama", "magnitudes", "auto", "bf16"),
-        ("gemma3", "lora", "int8", "bf16"),
-    ]
+EVERY_CASE = [
+    *DAY,
+    ("qwen3_moe", "of experts", "int8", "fp32"),
+    ("qwen3_moe", "magnitudes", "nf4", "fp32"),
+    ("qwen3_moe", "rows of tokens", "nf4", "bf16"),
+    ("gpt_oss", "of experts", "nf4", "bf16"),
+    ("qwen3_5", "lora", "nf4", "bf16"),
+    ("llama", "lora", "auto", "fp32"),
+    ("llama", "lora", "nf4", "bf16"),
+    ("llama", "magnitudes", "auto", "bf16"),
+    ("gemma3", "lora", "int8", "bf16"),
 ]
+CASES = [pytest.param(*case, marks=() if case in DAY else pytest.mark.slow) for case in EVERY_CASE]
 
 
 def model_of(family="qwen3_moe", adapters="of experts", base="nf4", precision="bf16", **sizes):
