@@ -34,7 +34,6 @@ from laws.together import (
     separate_gradient,
 )
 from monograph.config import load
-from monograph.errors import UsageError
 from monograph.graph.lora import adapt, adapted_layers, store_row_norms
 from monograph.graph.lora_merge import merge
 from monograph.graph.precision import Precision
