@@ -215,6 +215,10 @@ SHAPE = LlamaConfig(
     num_key_value_heads=4, max_position_embeddings=2048,
 )  # fmt: skip
 
+MIXTURE = replace(
+    SHAPE, model_type="qwen3_moe", num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512
+)
+
 
 def of_kinds() -> list[tuple[str, Work | StreamWay]]:
     """Return steps of a GPU by kind: each eagerly and block by block, a large head block by block and
@@ -262,6 +266,11 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
             found.append(("streamed", streaming(work, "next forward", offload=False)))
         for work in (replace(usual, optim=Muon()), replace(wide, optim=AdamW(state="8bit"))):
             found.append(("streamed", streaming(work, "sweep", offload=True)))
+        # The base of adapters: dense in 16 bits, and experts of 4 bits.
+        frozen = replace(usual, lora=Lora(16))
+        experts = replace(usual, config=MIXTURE, lora=Lora(16, base="nf4"), remat="pointwise")
+        for work in (frozen, experts):
+            found.append(("streamed adapters", streaming(work, "sweep", offload=True)))
     # Few tokens and blocks, so that the peak is where the head's gradient is added to the update's sum.
     head = replace(
         usual,
@@ -281,7 +290,8 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
 
 def streaming(work: Work, when: Any, *, offload: bool) -> StreamWay:
     """Return a way to stream the work's model, two blocks a stage."""
-    return StreamWay(work, stages_of(work.config, work.optim, work.precision, 2), 2, when, offload)
+    stages = stages_of(work.config, work.optim, work.precision, 2, work.lora)
+    return StreamWay(work, stages, 2, when, offload)
 
 
 def compared(case: Work | StreamWay) -> dict[str, Any]:
@@ -388,8 +398,11 @@ def _engine(work: Work) -> Resident:
 
 def _streamed(way: StreamWay) -> Streamed:
     work = way.work
+    model = Llama(work.config)
+    if work.lora:
+        install_adapters(model, work.lora, precision=Precision(work.precision))
     return Streamed(
-        Llama(work.config),
+        model,
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),

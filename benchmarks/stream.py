@@ -11,6 +11,10 @@ after another:
     resident   trains all updates with everything on the device, as the reference
 
 Their losses and gradient norms are printed and compared bit for bit.
+
+With `--adapters` the model is a mixture of experts in 4 bits, of which adapters are trained, eagerly and
+in bf16: only its frozen weights are streamed. What is copied to the device in an update is printed beside the
+formula of tests/stream/traffic.py.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -33,12 +38,17 @@ from torch import Tensor
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.device import clock, default_device
+from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
 from monograph.loop import EngineState
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.stream import Placement, Streamed
+from monograph.stream.lanes import Home
+from monograph.stream.store import adapters_on_device
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -50,6 +60,24 @@ SMOKE = SHAPE | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+# 114 million parameters, of which experts are 101.
+ADAPTED: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+ADAPTED_SMOKE = ADAPTED | {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+}
+LORA = Lora(rank=16, base="nf4")
 
 
 def window(update: int, rows: int, shape: dict[str, Any]) -> dict[str, Tensor]:
@@ -68,21 +96,29 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     model = Llama(LlamaConfig(**shape), seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     options: dict[str, Any] = {"optim": AdamW(lr=3e-4), "clip": 1.0, "micro_batch": 1}
+    placement = Placement(device, when="next forward", offload=True)
+    if task["adapters"]:
+        options["precision"] = Precision("bf16")
+        install_adapters(model, LORA, precision=options["precision"])
+        placement = adapters_on_device(model, Placement(device, offload=True))
     if task["engine"] == "resident":
         engine: Resident = Resident(model.to(device), **options)
     else:
-        engine = Streamed(
-            model, placement=Placement(device, when="next forward", offload=True), **options
-        )
-    if obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks"):
+        engine = Streamed(model, placement=placement, **options)
+    # A mixture is trained eagerly: compiling it takes longer than its updates here.
+    captures = not task["adapters"]
+    if captures and (obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks")):
         raise SystemExit(f"not compiled: {obstacle}")
     if task["resume"]:
         found = checkpointing.load_newest(folder, print)
         engine.load_state(EngineState(found.model, found.optimizer, found.state["engine"]))
         del found
-    seen, seconds = [], []
+    seen, seconds, cpu_seconds = [], [], []
+    copied_before = 0
     while engine.index < task["updates"]:
-        began = clock()
+        began, cpu_began = clock(), time.process_time()
+        if isinstance(engine, Streamed):
+            copied_before = engine.walk.lanes.moved_bytes[Home.HOST, Home.DEVICE]
         engine.accumulate(window(engine.index, task["rows"], shape))
         if task["killed_at"] == engine.index:
             print(json.dumps({"seen": seen}), flush=True)
@@ -90,6 +126,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         update = engine.update()
         seen.append([float(update.loss).hex(), float(update.grad_norm).hex()])
         seconds.append(clock() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
         print(
             f"  {task['name']:<9} update {update.index}: loss {float(update.loss):.6f}, {seconds[-1]:.1f} s"
         )
@@ -105,6 +142,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "parameters": parameters,
         "seen": seen,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "rss_bytes": peak_rss_bytes(),
     }
     if device.type == "cuda":
@@ -114,11 +152,33 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         result |= {
             "device_bytes": walk.device_bytes + walk.stage_inputs.peak_bytes,
             "home_bytes": sum(engine.store.bytes_at().values()),
+            "copied_to_device": walk.lanes.moved_bytes[Home.HOST, Home.DEVICE] - copied_before,
+            "frozen_bytes": [stage.frozen.memory.nbytes for stage in engine.store.stages],
+            "boundary_bytes": copied_boundaries(task, options.get("precision")),
             "moved": {
                 f"{there} to {here}": size for (there, here), size in walk.lanes.moved_bytes.items()
             },
         }
     return result
+
+
+def copied_boundaries(task: dict[str, Any], precision: Precision | None) -> int:
+    """Return the bytes of stages' inputs that come back to the device in an update."""
+    shape = task["shape"]
+    numbers = task["rows"] * shape["max_position_embeddings"] * shape["hidden_size"]
+    number_bytes = precision.dtype.itemsize if precision else 4
+    return shape["num_hidden_layers"] * numbers * number_bytes
+
+
+def frozen_copies(frozen_bytes: list[int], *, is_first: bool) -> int:
+    """Return the bytes of frozen tensors that an update copies to the device: each block forward and
+    backward, except the two that are still there; embedding and head once.
+
+    In a process's first update no block is there.
+    """
+    first, *blocks, last = frozen_bytes
+    forward = blocks if is_first else blocks[2:]
+    return first + sum(forward) + sum(blocks[:-2]) + last
 
 
 def peak_rss_bytes() -> int:
@@ -146,10 +206,10 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
 
 def main(options: Namespace) -> None:
     """Run the three processes, compare them, and write the JSON."""
-    shape = SMOKE if options.smoke else SHAPE
-    found = harness.result(
-        "stream", {"shape": shape, "updates": options.updates, "rows": options.rows}
-    )
+    shapes = (ADAPTED, ADAPTED_SMOKE) if options.adapters else (SHAPE, SMOKE)
+    shape = shapes[1] if options.smoke else shapes[0]
+    name = "stream_adapters" if options.adapters else "stream"
+    found = harness.result(name, {"shape": shape, "updates": options.updates, "rows": options.rows})
     harness.print_machine(found)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         common = {
@@ -157,6 +217,7 @@ def main(options: Namespace) -> None:
             "updates": options.updates,
             "rows": options.rows,
             "folder": folder,
+            "adapters": options.adapters,
         }
         tasks = [
             {
@@ -187,12 +248,14 @@ def main(options: Namespace) -> None:
     found["cases"] = [{"killed": killed, "resumed": resumed, "resident": resident}]
     found["equal_bits"] = equal
     harness.print_table(
-        ["", "device", "state", "resident memory", "s an update"],
+        ["", "device", "state", "resident memory", "s an update", "CPU s"],
         [
             ["streamed", f"{resumed['device_bytes'] / 2**30:.2f} GiB", f"{state / 2**30:.2f} GiB",
-             f"{resumed['rss_bytes'] / 2**30:.1f} GiB", f"{min(resumed['seconds']):.1f}"],
-            ["resident", "all", f"{16 * resident['parameters'] / 2**30:.2f} GiB",
-             f"{resident['rss_bytes'] / 2**30:.1f} GiB", f"{min(resident['seconds']):.1f}"],
+             f"{resumed['rss_bytes'] / 2**30:.1f} GiB", f"{min(resumed['seconds']):.1f}",
+             f"{min(resumed['cpu_seconds']):.1f}"],
+            ["resident", "all", "" if options.adapters else f"{16 * resident['parameters'] / 2**30:.2f} GiB",
+             f"{resident['rss_bytes'] / 2**30:.1f} GiB", f"{min(resident['seconds']):.1f}",
+             f"{min(resident['cpu_seconds']):.1f}"],
         ],
     )  # fmt: skip
     print(
@@ -200,6 +263,15 @@ def main(options: Namespace) -> None:
         f"{'equal in every bit' if equal else 'DIFFER'}; "
         f"device {'within' if resumed['device_bytes'] <= budget else 'BEYOND'} {options.budget_gib:g} GiB"
     )
+    if options.adapters:
+        frozen = frozen_copies(resumed["frozen_bytes"], is_first=len(resumed["seen"]) == 1)
+        formula = frozen + resumed["boundary_bytes"]
+        found["copied_as_planned"] = resumed["copied_to_device"] == formula
+        print(
+            f"{resumed['copied_to_device'] / 1e6:.1f} MB copied to the device in an update; the formula says "
+            f"{formula / 1e6:.1f} MB"
+        )
+        equal = equal and found["copied_as_planned"]
     harness.write(options.out, found)
     if not equal or resumed["device_bytes"] > budget:
         raise SystemExit(1)
@@ -213,6 +285,9 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=2, help="of an update; a micro-batch is one")
     parser.add_argument("--budget-gib", type=float, default=2.0, help="what the device may hold")
     parser.add_argument("--scratch", type=Path, help="where the checkpoint is written")
+    parser.add_argument(
+        "--adapters", action="store_true", help="train adapters of a mixture in 4 bits"
+    )
     parser.add_argument("--task", help="what one of the processes does; for itself")
     given = parser.parse_args()
     if given.task:

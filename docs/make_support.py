@@ -42,6 +42,7 @@ NEEDED = {"optim.master_weights": {"optim.state": "bf16"}}
 HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
 REPLAYED = "[law 1](../tests/laws/test_replayed_is_called.py)"
 ADAPTED = "[law](../tests/laws/test_lora.py)"
+STREAMED_BASE = "[law 4](../tests/laws/test_streamed_adapters.py)"
 BASES = ("auto", "int8", "nf4")
 WITH_ADAPTERS = {
     "train.precision": PRECISIONS,
@@ -176,7 +177,8 @@ def adapters() -> str:
         for value in values:
             more = NEEDED.get(key, {}) | {"model.init": "FOLDER", "lora.rank": "16", key: value}
             found = [refusal(**more, **{"lora.base": base}) for base in BASES]
-            lines.append(f"| `{key}={value}` | {' | '.join(each or ADAPTED for each in found)} |")
+            tested = STREAMED_BASE if value == "stream" else ADAPTED
+            lines.append(f"| `{key}={value}` | {' | '.join(each or tested for each in found)} |")
     nothing = (
         refusal(**{"lora.rank": "16"})
         or "a model with random weights that are never trained, which is a fault"

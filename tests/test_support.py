@@ -38,6 +38,7 @@ GROUPS = (
         "precision": ("auto", "fp32", "fp8", "fp8_head"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
         "remat": ("auto", "offload"), "parallel": ("none", "fsdp"), "gather_dtype": ("fp32", "bf16"),
         "state": ("fp32", "bf16"), "master_weights": (True, False), "rank": (None, 8), "is_adapted": (False, True),
+        "dropout": (None, 0.1),
         "is_code": (False, True), "init": (None, "FILE.py:f"), "quantize": ("none", "int4"),
     },
     {
@@ -68,12 +69,16 @@ def test_no_rule_of_what_does_not_go_together_is_hidden_behind_another():
 
 def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_law(made):
     from laws.test_lora import CROSS, OPTIMIZERS
+    from laws.test_streamed_adapters import EVERY_CASE
 
     tested = {
         "train.precision": {(precision, base) for precision, _, _, _, base, _ in CROSS},
         "train.remat": {(str(remat), base) for _, remat, _, _, base, _ in CROSS},
         "train.compile": {(scope, base) for _, _, scope, _, base, _ in CROSS},
-        "train.memory": {("device", base) for base in made.BASES},
+        "train.memory": {
+            *(("device", base) for base in made.BASES),
+            *(("stream", base) for _, _, base, _ in EVERY_CASE),
+        },
         "data.packing": {(each, base) for each in ("packed", "padded") for base in made.BASES},
         "optim.name": {(name, base) for name in OPTIMIZERS for base in made.BASES},
         "optim.state": {

@@ -34,7 +34,6 @@ from laws.together import (
     separate_gradient,
 )
 from monograph.config import load
-from monograph.errors import UsageError
 from monograph.graph.lora import adapt, adapted_layers, store_row_norms
 from monograph.graph.lora_merge import merge
 from monograph.graph.precision import Precision
@@ -52,7 +51,6 @@ from monograph.ops.row_norms import row_norms
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.session.adapting import rate_fields
-from monograph.stream import Streamed
 
 PRECISIONS, BASES = ("fp32", "bf16", "fp16"), ("auto", "int8", "nf4")
 WIDTHS = {"fp32": (torch.float32, None), "fp64": (torch.float64, None), "bf16": (torch.bfloat16, torch.bfloat16),
@@ -374,8 +372,3 @@ def test_inductor_is_eager(base, kind):
     assert captured.capture(batch) is None
     found, naive = gradient(captured, batch), gradient(eager, batch)
     assert error_within(found, naive, exact, rounding=5e-7)
-
-
-def test_streaming_is_refused():
-    with pytest.raises(UsageError, match="memory = stream"):
-        Streamed(adapted_llama())

@@ -12,13 +12,15 @@ import pytest
 from daily import pairwise
 from monograph.device import card_device
 from monograph.errors import OutOfDeviceMemory
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner import Limits, PlanRequest, streamed_or_resident
 from monograph.planner.placement_bytes import META, StreamWay, stages_of
-from monograph.planner.stream_time import clock_timing, closed_form_seconds
+from monograph.planner.stream_time import clock_timing, closed_form_seconds, frozen_bytes
 from monograph.planner.streaming import stream_candidates, stream_ways
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import pass_times, update_time
@@ -36,6 +38,9 @@ SHAPE = LlamaConfig(
 )  # fmt: skip
 TRAINING = Work(SHAPE, rows=16, length=512, optim=AdamW(), window_rows=16)
 ASKED = PlanRequest(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+MIXTURE = replace(
+    SHAPE, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512
+)
 GIB = 2**30
 SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
@@ -49,6 +54,7 @@ def way_of(
     per_stage=1,
     config=SHAPE,
     where="device",
+    lora=None,
 ):
     optim = optim or AdamW()
     work = Work(
@@ -61,16 +67,18 @@ def way_of(
         remat="none",
         window_rows=16,
         device_type="cuda",
+        lora=lora,
     )
-    return StreamWay(
-        work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where
-    )
+    stages = stages_of(config, optim, precision, per_stage, lora)
+    return StreamWay(work, stages, per_stage, when, offload, where)
 
 
 def engine(way, resident):
     """The engine itself, with the whole depth, on tensors without data."""
     with META:
         model = Llama(way.work.config)
+        if way.work.lora:
+            install_adapters(model, way.work.lora, precision=Precision(way.work.precision))
     placement = replace(way.placement(resident), device=META)
     return Streamed(
         model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement
@@ -95,9 +103,22 @@ def asked_refused(asked=ASKED, **limits):
         pytest.param(way_of(where="host"), marks=pytest.mark.slow),
         way_of(AdamW(ema=0.9), where="host", when="backward", per_stage=2),
         way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
+        way_of(lora=Lora(base="nf4"), when="sweep", config=MIXTURE),
+        pytest.param(way_of(lora=Lora(), when="sweep", per_stage=2), marks=pytest.mark.slow),
+        pytest.param(
+            way_of(lora=Lora(dora=True, tokens=(3, 7), base="int8"), when="sweep", offload=True),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda way: (
-        f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.where}-{way.blocks_per_stage}"
+    ids=lambda way: "-".join(
+        [
+            *(["adapters"] if way.work.lora else []),
+            way.work.optim.state,
+            way.work.precision,
+            way.when,
+            way.where,
+            str(way.blocks_per_stage),
+        ]
     ),
 )
 def test_bytes_are_those_of_the_engine_s_own_buffers(way):
@@ -109,6 +130,8 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.gradients_stay_in_slots):
                     exact[space.home] += tensor.numel() * tensor.element_size()
+        for stage in held.store.stages:
+            exact[stage.frozen.space.home] += stage.frozen.memory.nbytes
         if way.gradients_stay_in_slots and way.where == "host":
             exact[Home.HOST] += in_turn(held)
         device = found["device"]
@@ -125,6 +148,37 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
             held.store, held.placement, way.work.input_bytes, way.work.micro_batches
         ).boundaries
         assert device["boundaries"] == boundaries
+
+
+def test_a_frozen_base_takes_the_bytes_of_the_link_that_the_engine_copies():
+    """And an update takes no less time than these copies."""
+    way = way_of(lora=Lora(base="nf4"), when="sweep", config=MIXTURE)
+    for count in (0, 4):
+        resident = way.first_resident(count)
+        placement = replace(way.placement(resident), device=META)
+        costs = pass_times(way.work, H200, H200.peak_flops["bf16"])
+        timing = clock_timing(way.work, placement, costs, LINK)
+        in_forward, in_backward = frozen_bytes(way, resident)
+        assert timing.moved_bytes == {(Home.HOST, Home.DEVICE): in_forward + in_backward}
+        seconds = closed_form_seconds(way, resident, costs, LINK)
+        assert (in_forward + in_backward) / LINK.into <= seconds <= timing.update_s * 1.001
+
+
+@pytest.mark.slow(
+    reason="traces passes of experts; by day tests/predict/test_stage_footprint.py does"
+)
+def test_adapters_of_thirty_billion_parameters_fit_eight_gigabytes():
+    """Qwen3-30B-A3B: 128 experts of 4 bits in each of 48 blocks, on a host of 64 GB."""
+    config = LlamaConfig(
+        model_type="qwen3_moe", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, tie_word_embeddings=False, max_position_embeddings=40_960,
+    )  # fmt: skip
+    work = Work(config, rows=4, length=1024, optim=AdamW(), window_rows=16, lora=Lora(base="nf4"))
+    asked = PlanRequest(work, precisions=("bf16",), scopes=("blocks",), remats=("pointwise",))
+    limits = Limits(device_bytes=8 * 10**9, host_bytes=64 * 10**9, link=LINK)
+    best = stream_candidates(asked, H200, limits, H200.peak_flops)[0]
+    assert best.total("device") < 8e9 and best.total("host") < 20e9 and best.total("disk") == 0
 
 
 def in_turn(held):

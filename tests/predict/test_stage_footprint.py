@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from batches import tiny_config
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
+from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner.placement_bytes import StreamWay, stages_of
@@ -25,10 +27,16 @@ from monograph.stream import Streamed
 WORST = 0.05
 SHAPE = tiny_config(hidden_size=64, intermediate_size=160, num_hidden_layers=8, vocab_size=500)
 USUAL = Work(SHAPE, rows=8, length=48, optim=AdamW(), compile="none", window_rows=16, packed=False)
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
 
 
 def way(work, when="sweep", per_stage=2, *, offload=False):
-    stages = stages_of(work.config, work.optim, work.precision, per_stage)
+    stages = stages_of(work.config, work.optim, work.precision, per_stage, work.lora)
     return StreamWay(work, stages, per_stage, when, offload)
 
 
@@ -42,6 +50,19 @@ WAYS = {
     "a large vocabulary, bf16": way(
         replace(USUAL, config=replace(SHAPE, vocab_size=4000), precision="bf16"), "next forward"
     ),
+    "adapters, 4 bits": way(replace(USUAL, lora=Lora(rank=4, base="nf4"), precision="bf16")),
+    "adapters of a mixture, 4 bits": way(
+        replace(
+            USUAL,
+            config=tiny_config(**MIXTURE, hidden_size=64, num_hidden_layers=8, vocab_size=500),
+            lora=Lora(rank=4, base="nf4"),
+            precision="bf16",
+            rows=2,
+            remat="full",
+        ),
+        per_stage=1,
+        offload=True,
+    ),
     "muon, few tokens, so the update": way(replace(USUAL, optim=Muon(), rows=1, window_rows=1)),
 }
 
@@ -49,8 +70,11 @@ WAYS = {
 def measured(case):
     """Return the peak of what an update allocates; all that stays is allocated before."""
     work = case.work
+    model = Llama(work.config)
+    if work.lora:
+        install_adapters(model, work.lora, precision=Precision(work.precision))
     engine = Streamed(
-        Llama(work.config),
+        model,
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),
@@ -71,7 +95,12 @@ def measured(case):
     return live.peak_bytes + sum(tensor.nbytes for tensor in window.values())
 
 
-BY_DAY = ("as usual", "blocks recomputed in part, packed", "a large vocabulary, bf16")
+BY_DAY = (
+    "as usual",
+    "adapters of a mixture, 4 bits",
+    "blocks recomputed in part, packed",
+    "a large vocabulary, bf16",
+)
 
 
 @pytest.mark.parametrize(

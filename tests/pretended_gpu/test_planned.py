@@ -22,7 +22,11 @@ KINDS = [
     for index, (kind, case) in enumerate(plan.of_kinds())
     for work in [case.work if isinstance(case, plan.StreamWay) else case]
 ]
-DAY = ("other precisions, blocks, fp8", "streamed, blocks, bf16, remat 0.5")
+DAY = (
+    "other precisions, blocks, fp8",
+    "streamed, blocks, bf16, remat 0.5",
+    "streamed adapters, blocks, bf16, remat pointwise",
+)
 CASES = [
     pytest.param(case, id=name, marks=() if name.startswith(DAY) else pytest.mark.slow)
     for name, case in KINDS

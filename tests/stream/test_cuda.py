@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from batches import captured_to_train, packed, tiny_llama
+from adapted import SMALL, adapted_llama
+from batches import LENGTH, captured_to_train, packed, tiny_llama
 from monograph import compat
+from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.laws.comparisons import relative_error
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.stream import Streamed, lanes
+from monograph.stream import Placement, Streamed, lanes
 from monograph.stream.lanes import (
     EVENTS,
     Home,
@@ -34,10 +36,14 @@ from monograph.stream.lanes import (
     Streams,
     executor,
 )
+from monograph.stream.store import adapters_on_device
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import (
     EVERY,
+    FAMILIES,
     LAYERS,
+    MICRO_BATCH,
+    UPDATES,
     arguments,
     by_day,
     crossed,
@@ -227,6 +233,35 @@ def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None
         assert not other_bits(resident, ours)
     else:
         assert [name for name in ours if relative_error(ours[name], resident[name]) > 1e-5] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_one_order")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize(
+    ("family", "base", "precision"),
+    [("qwen3_moe", "nf4", "bf16"), ("llama", "auto", "bf16"), ("llama", "int8", "fp32")],
+)
+def test_adapters_of_a_streamed_base_on_a_gpu(family: str, base: str, precision: str) -> None:
+    """Law 4 for adapters, and nothing of the base comes back."""
+    lora, sizes = replace(SMALL, base=base), {"num_hidden_layers": LAYERS} | FAMILIES[family]
+    if family == "qwen3_moe":
+        lora = replace(lora, targets=("q_proj", "gate_proj", "down_proj"))
+    made = [adapted_llama(lora, precision, **sizes) for _ in range(2)]
+    changes = arguments(precision, clip=0.01)
+    placement = adapters_on_device(made[1], Placement(CARD, offload=True))
+    engine = Streamed(made[1], placement=placement, **changes)
+    results = [
+        trained(Resident(made[0].to(CARD), **changes), windows()),
+        trained(engine, windows()),
+    ]
+    resident, ours = ({name: tensor.cpu() for name, tensor in left.items()} for left in results)
+    assert not other_bits(resident, ours)
+    frozen = sum(stage.frozen.memory.nbytes for stage in engine.store.stages)
+    assert engine.store.bytes_at()[Home.HOST] == frozen
+    # What has come back are the inputs of the stages of blocks; the last of three micro-batches is filled up.
+    states = UPDATES * LAYERS * 3 * MICRO_BATCH * LENGTH * 32 * Precision(precision).dtype.itemsize
+    assert engine.walk.lanes.moved_bytes[Home.DEVICE, Home.HOST] == states
 
 
 @pytest.mark.gpu

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from adapted import SMALL, adapted_llama
 from batches import LENGTH, VOCABULARY, packed, tiny_llama
 from daily import nightly, pairwise
 from monograph.optim import AdamW, Muon
-from monograph.stream import Placement, chunked_update
+from monograph.stream import Placement, Streamed, chunked_update
 from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
 from stream.traffic import Traffic, device_bytes, traffic
-from streamed import EVERY, LAYERS, WHOLE, crossed, streamed, unclipped
+from streamed import EVERY, FAMILIES, LAYERS, WHOLE, arguments, crossed, streamed, unclipped
 
 HIDDEN, INTERMEDIATE = 32, 48
 DEVICE, HOST, DISK = Home.DEVICE, Home.HOST, Home.DISK
@@ -164,6 +166,84 @@ def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
         moved(engine, 2)
         states = 4 * 2 if offload else 2 * (layers + 1) + 1
         assert held(engine) == (slots, 4 * 16 * MATRICES, states * state_bytes())
+
+
+# ---- adapters: the base is frozen ----------------------------------------------------------------
+
+
+def adapted(placement: Placement | None = None, **sizes: Any) -> Streamed:
+    """An engine of adapters with a base of 4 bits; without a placement, they are on the device."""
+    lora = replace(SMALL, base="nf4", tokens=(3, 7) if sizes.pop("rows_of_tokens", False) else ())
+    model = adapted_llama(lora, "bf16", **{"num_hidden_layers": LAYERS} | sizes)
+    return Streamed(model, placement=placement, **arguments("bf16"))
+
+
+FROZEN_PLACES = {
+    "adapters on the device": None,
+    "all on the host": Placement(offload=True),
+    "some frozen on the device, others in files": Placement(
+        on_device=frozenset({(2, "frozen"), (0, "frozen")}), on_disk=frozenset({"frozen"})
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "sizes"),
+    crossed(
+        FROZEN_PLACES,
+        ["untied", "tied", "rows_of_tokens", "one block", "a mixture"],
+        [("adapters on the device", "untied"), ("all on the host", "tied")],
+    ),
+)
+def test_copied_and_held_bytes_of_adapters(place: str, sizes: str) -> None:
+    changes = {
+        "tied": {"tie_word_embeddings": True},
+        "rows_of_tokens": {"rows_of_tokens": True},
+        "one block": {"num_hidden_layers": 1},
+        "a mixture": FAMILIES["qwen3_moe"],
+    }
+    engine = adapted(FROZEN_PLACES[place], **changes.get(sizes, {}))
+    found = moved(engine, 2)
+    expected = traffic(engine.store, engine.placement, state_bytes(2), 2)
+    assert found == expected
+    on_device = device_bytes(engine.store, engine.placement, state_bytes(2), 2)
+    assert held(engine) == (on_device.slots, on_device.staging, on_device.boundaries)
+    assert on_device.stored == engine.store.bytes_at()[DEVICE]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_frozen_base_by_hand(micro_batches: int) -> None:
+    """Per weight half a byte of code and 1/64 of level cross, forward and back; nothing comes back, however many
+    micro-batches there are.
+    """
+
+    def packed_bytes(sizes: list[int]) -> int:
+        """Each tensor but the first begins at a multiple of 256 bytes."""
+        return sum(-(-size // 256) * 256 for size in sizes[:-1]) + sizes[-1]
+
+    matrices = [(HIDDEN, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN, HIDDEN)]
+    matrices += [(INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+    # Codes, levels, steps and mean of each matrix are parameters, as are the two gains; the tables are buffers.
+    block = packed_bytes(
+        [
+            *(
+                size
+                for rows, columns in matrices
+                for size in (rows * columns // 2, rows * columns // 64, 4, 4)
+            ),
+            *[4 * HIDDEN] * 2,
+            *[4 * 16] * len(matrices),
+        ]
+    )
+    first, last = 2 * EMBEDDING, packed_bytes([4 * HIDDEN, 2 * EMBEDDING])
+    engine = adapted()
+    assert [stage.frozen.memory.nbytes for stage in engine.store.stages] == [
+        first,
+        *[block] * LAYERS,
+        last,
+    ]
+    crossed_bytes = 2 * (LAYERS - 2) * block + first + last
+    assert moved(engine, micro_batches) == {(HOST, DEVICE): crossed_bytes}
 
 
 def test_from_shapes_alone() -> None:

@@ -3,6 +3,7 @@ shapes alone.
 
 Symbols: L stages of blocks, between a first stage 0 and a last one L + 1; for stage s
     w(s), g(s), o(s)    bytes of its weights, its gradient, and all else that an update reads (rest, moments, average)
+    f(s)                bytes of its frozen tensors
 of what does not live on the device, G micro-batches, and a the bytes of one's state at one
 boundary.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from monograph.stream.chunked_update import STAGING_BUFFERS, chunk_tensors_to_fetch, chunks
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
-from monograph.stream.slots import BLOCK_SLOTS, tensors_to_fetch
+from monograph.stream.slots import BLOCK_SLOTS, frozen_to_fetch, tensors_to_fetch
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
 from monograph.stream.walk import INPUT_SETS
 
@@ -48,6 +49,12 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
         from and to files           what of g, and of w and o and back, lies there
 
     Weights that a slot still holds from before the update are old ones, and are fetched again.
+    Frozen tensors are not, so that blocks' first two stages wait in their slots for the next update:
+
+        to the device     forward   f(3) + ... + f(L)
+                          back      f(1) + ... + f(L - 2)
+                          either    f(0) + f(L + 1)          unless they share weights, and both stay
+
     Nothing else depends on how many micro-batches there are.
 
     Args:
@@ -81,6 +88,11 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
         ]
         found[Home.DISK, Home.HOST] += sum(in_files)
         found[Home.HOST, Home.DISK] += in_files[0]
+    frozen_visits = [*middle[BLOCK_SLOTS:], *middle[: max(0, len(middle) - BLOCK_SLOTS)]]
+    frozen_visits += [] if store.tied else [first, last]
+    for stage in frozen_visits:
+        for tensor in frozen_to_fetch(stage).values():
+            found[stage.frozen.space.home, Home.DEVICE] += _size(tensor)
     told = sum(any(each.on_host for each in stage.stored_planes) for stage in store.stages)
     found[Home.DEVICE, Home.HOST] += DECISION * (told if at_once else min(1, told))
     if placement.offload:
@@ -116,7 +128,7 @@ def device_bytes(
 ) -> DeviceBytes:
     """What a walk takes on the device.
 
-        slots         w + g of the larger of stages 0 and L + 1 (of both, if they share weights)
+        slots         w + g + f of the larger of stages 0 and L + 1 (of both, if they share weights)
                       + min(2, L) times that of the largest stage of blocks
         staging       4 times all buffers of the largest piece, see `chunked_update.chunks`; with the gradient, unless
                       weights are updated in the backward pass
@@ -141,6 +153,7 @@ def device_bytes(
         for those, count in turns
         for name in (WEIGHTS, GRADIENT)
     )
+    slots += sum(count * _largest(map(frozen_to_fetch, those)) for those, count in turns)
     at_home = placement.when != "backward"
     cut = (piece for stage in store.stages for piece in chunks(stage))
     staging = STAGING_BUFFERS * _largest(

@@ -137,8 +137,7 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     request = request_of(run_plan, config, step_device, trained_tokens)
     calibration = Calibration(calibration_file())  # the times and the memory of earlier runs
     flops_by_precision = peak_flops(step_device, request.precisions)
-    # A run that samples answers cannot stream: the weights for the sampling stay on the device.
-    memory = "device" if objective.samples_answers else run_plan.requested_memory
+    memory = run_plan.requested_memory if objective.can_stream else "device"
     plan = streamed_or_resident(
         request, step_device, flops_by_precision, calibration, memory, limits
     )
@@ -201,7 +200,7 @@ def _remedy_choices(run_to_plan: RunToPlan, job: Job, target: Device) -> RemedyC
         may_add_adapters=job.recipe.init is not None,
         smaller_shapes=tuple(smaller_shapes),
         may_change_card=run_to_plan.is_elsewhere,
-        may_stream=job.objective.can_stream and job.training.lora is None,
+        may_stream=job.objective.can_stream,
         half_precision=half_precisions[0] if half_precisions else "",
     )
 

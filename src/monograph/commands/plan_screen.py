@@ -279,11 +279,14 @@ def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 def _streamed(candidate: StreamCandidate) -> str:
     """Return in a few words how a model is streamed, such as "2 blocks, sweep, host".
 
-    The words are the blocks of a stage, and when and where their weights are updated. `describe_way` says
-    the same in more words.
+    The words are the blocks of a stage, and when and where their weights are updated; or, if the weights
+    are frozen, where the stages' inputs wait if not on the device. `describe_way` says the same in more
+    words.
     """
     placement = candidate.placement
     blocks = counted(placement.blocks_per_stage, "block")
+    if candidate.work.lora:
+        return f"{blocks}, offloaded" if placement.offload else blocks
     return f"{blocks}, {placement.when}, {placement.where}"
 
 

@@ -528,11 +528,13 @@ def streamed_or_resident(
         resident = Plan(device, budget(device), chosen=None, candidates=[])
     else:
         resident = plan(request, device, peak_flops, calibration)
-    # Streaming needs a graph for each block, offloads inputs itself, and trains all weights, unrounded.
+    # Streaming needs a graph for each block, offloads inputs itself, rounds no weights, and runs each block
+    # twice, which must drop the same inputs of adapters.
+    lora = request.training.lora
     cannot_stream = (
         request.scopes == ("whole",)
         or request.remats == ("offload",)
-        or request.training.lora is not None
+        or (lora is not None and lora.dropout > 0)
         or request.training.quantize != "none"
     )
     if memory == "device" or resident.chosen or cannot_stream:

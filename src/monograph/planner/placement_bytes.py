@@ -7,9 +7,10 @@ host   = all other buffers + offloaded boundaries
 
 The words, which are those of `monograph.stream`:
     stage           what is before the blocks, a group of blocks, or what is after them
-    plane           a part of a stage's parameters in one tensor
+    plane           a part of a stage's trained parameters in one tensor
     buffer          one of a plane's tensors: "weights", "gradient", a moment of the optimizer, or "rest",
-                    which has the low halves of fp32 weights if "weights" has only the high halves
+                    which has the low halves of fp32 weights if "weights" has only the high halves; or
+                    "frozen", all tensors of a stage that are not trained
     number          an element of a tensor
     origin          what bytes are for, as plans show it: "weights", "gradients", "moments", "slots", ...
     resident        on the device all the time
@@ -34,17 +35,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
 from monograph.optim.formats import FORMATS
 from monograph.planner.traces import traced_stage
-from monograph.predict.estimate import ORTHOGONAL_NUMBERS, stored_numbers
+from monograph.predict.estimate import (
+    ORTHOGONAL_NUMBERS,
+    dequantised_weight_bytes,
+    stored_numbers,
+)
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
+from monograph.stream.frozen import FROZEN
 from monograph.stream.placement import When, Where
 from monograph.stream.slots import BLOCK_SLOTS
 from monograph.stream.store import GRADIENT, GRADIENT_SETS, REST, WEIGHTS, Stage, store_in_stages
@@ -53,7 +61,7 @@ from monograph.stream.walk import INPUT_SETS
 BufferNames = frozenset[str]
 META = torch.device("meta")
 # A buffer's origin by its name. Buffers that are not listed here have the origin "moments".
-ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}
+ORIGIN = {WEIGHTS: "weights", REST: "weights", FROZEN: "weights", GRADIENT: "gradients"}
 
 
 class BufferSize(NamedTuple):
@@ -123,6 +131,8 @@ class Stages:
         last: planes of the stage after the blocks.
         count: number of all stages.
         tied: whether the last stage reads weights of the first.
+        frozen: bytes of tensors that are not trained: of the first stage, of a middle one, and of
+            the last.
     """
 
     first: tuple[PlaneShape, ...]
@@ -130,6 +140,7 @@ class Stages:
     last: tuple[PlaneShape, ...]
     count: int
     tied: bool
+    frozen: tuple[int, int, int] = (0, 0, 0)
 
     @cached_property
     def planes(self) -> list[tuple[PlaneShape, ...]]:
@@ -140,7 +151,18 @@ class Stages:
     def buffer_names(self) -> list[str]:
         """Return the names of all buffers."""
         planes = (*self.first, *self.middle, *self.last)
-        return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
+        names = list(dict.fromkeys(name for plane in planes for name in plane.buffers))
+        return [*names, FROZEN] if any(self.frozen) else names
+
+    @property
+    def trained(self) -> frozenset[tuple[int, str]]:
+        """Return all buffers of planes, as (stage, name)."""
+        return frozenset(
+            (index, name)
+            for index in range(self.count)
+            for name in self.buffer_names
+            if name != FROZEN and self.size_bytes(index, name)
+        )
 
     def size_bytes(self, index: int, name: str) -> int:
         """Return the bytes of all buffers of one name in a stage."""
@@ -152,9 +174,12 @@ class Stages:
         them millions of times.
         """
         names = self.buffer_names
+        first, middle, last = self.frozen
+        frozen_bytes = [first, *[middle] * (self.count - 2), last]
         return [
             {name: sum(plane.size_bytes(name) for plane in planes) for name in names}
-            for planes in self.planes
+            | {FROZEN: frozen}
+            for planes, frozen in zip(self.planes, frozen_bytes, strict=True)
         ]
 
 
@@ -165,24 +190,40 @@ class _StageKind(NamedTuple):
         position: "first", "middle" or "last".
         planes: the planes of each of them.
         resident: the names of their buffers that stay on the device.
+        frozen: the bytes of the tensors of each of them that are not trained.
     """
 
     position: str
     planes: tuple[PlaneShape, ...]
     resident: BufferNames
+    frozen: int
 
 
 # Cached, because a second search needs the same stages: if nothing fits, it looks for settings that
 # would fit.
 @functools.lru_cache(maxsize=64)
 def stages_of(
-    config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int
+    config: LlamaConfig,
+    optim: Optimizer,
+    precision: str,
+    blocks_per_stage: int,
+    lora: Lora | None = None,
 ) -> Stages:
-    """Return the stages of a model whose number of blocks is a multiple of `blocks_per_stage`."""
+    """Return the stages of a model whose number of blocks is a multiple of `blocks_per_stage`.
+
+    Args:
+        config: the model's shape.
+        optim: the optimizer.
+        precision: the compute precision.
+        blocks_per_stage: the number of blocks in a stage.
+        lora: the adapters that are trained; None: the model itself is trained.
+    """
     # A model with one middle stage is enough, because all middle stages are alike.
     short = config.shortened(blocks_per_stage)
     with META:
         model = Llama(short)
+        if lora:
+            install_adapters(model, lora, precision=Precision(precision))
     placement = Placement(META, blocks_per_stage=blocks_per_stage)
     store = store_in_stages(
         model,
@@ -193,7 +234,17 @@ def stages_of(
     )
     first, middle, last = (_plane_shapes(stage) for stage in store.stages)
     count = config.num_hidden_layers // blocks_per_stage + 2
-    return Stages(first, middle, last, count=count, tied=store.tied)
+    first_frozen, middle_frozen, last_frozen = (
+        stage.frozen.memory.nbytes for stage in store.stages
+    )
+    return Stages(
+        first,
+        middle,
+        last,
+        count=count,
+        tied=store.tied,
+        frozen=(first_frozen, middle_frozen, last_frozen),
+    )
 
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
@@ -268,14 +319,14 @@ def staging_bytes(
             need no staging buffer.
     """
     sizes_of_chunks: list[dict[str, BufferSize]] = []
-    for _, planes, resident_names in _stage_kinds(stages, resident):
-        for plane in planes:
-            if host_updates and plane.is_off_device(resident_names):
+    for kind in _stage_kinds(stages, resident):
+        for plane in kind.planes:
+            if host_updates and plane.is_off_device(kind.resident):
                 continue
             fetched_names = [
                 name
                 for name in plane.buffers
-                if name not in resident_names and (fetches_gradients or name != GRADIENT)
+                if name not in kind.resident and (fetches_gradients or name != GRADIENT)
             ]
             for begin, end in plane.first_and_last_chunk():
                 sizes_of_chunks.append(
@@ -334,18 +385,21 @@ def _stage_kinds(stages: Stages, resident: Sequence[BufferNames]) -> list[_Stage
     """Return the different kinds of stages, in the order of the first stage of each kind."""
     positions = {0: "first", stages.count - 1: "last"}
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
+    frozen = dict(zip(planes, stages.frozen, strict=True))
     # `dict.fromkeys` removes duplicates, and keeps the order.
     kinds = dict.fromkeys(
         (positions.get(index, "middle"), names) for index, names in enumerate(resident)
     )
-    return [_StageKind(position, planes[position], names) for position, names in kinds]
+    return [
+        _StageKind(position, planes[position], names, frozen[position]) for position, names in kinds
+    ]
 
 
 def _slot_bytes(kinds: Sequence[_StageKind]) -> int:
-    """Return the bytes of one slot for stages of these kinds: their weights and gradients that are
-    not resident.
+    """Return the bytes of one slot for stages of these kinds: their weights, gradients and frozen
+    tensors that are not resident.
     """
-    total = 0
+    total = max((kind.frozen for kind in kinds if FROZEN not in kind.resident), default=0)
     for name in (WEIGHTS, GRADIENT):
         total += device_buffer_bytes(
             {plane.plane_number: plane.buffers[name] for plane in kind.planes}
@@ -399,10 +453,14 @@ class StreamWay:
         which leave in the backward pass and return for the update. Buffers in files come before or
         after all others (`files_first`). If the host updates weights, a group is a stage instead, because then
         all buffers of a stage are on the host, or all are on the device.
+
+        With adapters only frozen tensors are listed, because all else is on the device anyway.
         """
         # Resident stages are spread evenly over the model, so that copies are, too.
         spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN_RATIO % 1)
         existing_names = self.stages.buffer_names
+        if self.work.lora:
+            existing_names = [FROZEN]
         copied_most = [WEIGHTS, GRADIENT, REST]
         moments = [name for name in existing_names if name not in copied_most]
         names = [name for name in (*copied_most, *moments) if name in existing_names]
@@ -463,6 +521,7 @@ class StreamWay:
         # counted as a boundary.
         kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
         kept_bytes = kept_by_block * self.blocks_per_stage - self.work.input_bytes
+        dense_weight_bytes = dequantised_weight_bytes(self.work)
         matrix_sizes = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_chunk = max(
@@ -482,9 +541,10 @@ class StreamWay:
 
         # The peak is in a block's backward pass, in the loss, when an fp32 tensor of the head's size
         # is made, or in an update. Only a block's backward pass needs what the forward pass has kept.
-        head_numbers = config.vocab_size * config.hidden_size
+        # A frozen head has no gradient.
+        head_numbers = 0 if self.work.lora else config.vocab_size * config.hidden_size
         peak = max(
-            kept_bytes + self._block_backward_bytes,
+            kept_bytes + self._block_backward_bytes + dense_weight_bytes,
             self._loss_bytes,
             4 * head_numbers,
             update_bytes,
@@ -582,7 +642,8 @@ class StreamWay:
         work = self.work
         is_eager = work.compile == "none"
         vocabulary = work.config.vocab_size
-        head_numbers = vocabulary * work.config.hidden_size
+        # A frozen head is stored in 16 bits already, and has no gradient.
+        head_numbers = 0 if work.lora else vocabulary * work.config.hidden_size
         logit_chunks = chunk_count(work.tokens, vocabulary, work.device_type)
         # The bytes of a number of the head's weights, rounded to 16 bits; 0 in fp32, without rounding.
         rounded_bytes = work.number_bytes if work.number_bytes < 4 else 0
@@ -621,11 +682,12 @@ class StreamWay:
 
     def first_resident(self, count: int) -> list[BufferNames]:
         """Return the names of each stage's resident buffers, if the first `count` buffers of
-        `residency_order` are resident.
+        `residency_order` are resident. All that belongs to adapters is resident, too.
         """
         buffers = list(itertools.chain.from_iterable(self.residency_order))
+        always_resident = self.stages.trained if self.work.lora else frozenset()
         names_of_stages: list[set[str]] = [set() for _ in range(self.stages.count)]
-        for index, name in buffers[:count]:
+        for index, name in (*always_resident, *buffers[:count]):
             names_of_stages[index].add(name)
         return [frozenset(names) for names in names_of_stages]
 

@@ -17,12 +17,15 @@ from typing import NamedTuple
 import torch
 
 from monograph.graph.precision import Precision
+from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, BufferNames, StreamWay
 from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, TimedPasses, UpdateTiming, time_update
+from monograph.stream.frozen import FROZEN
 from monograph.stream.lanes import Lanes
+from monograph.stream.slots import BLOCK_SLOTS
 from monograph.stream.store import GRADIENT, WEIGHTS
 
 # The clock runs at most this many micro-batches. If there are more, it runs several as one.
@@ -189,6 +192,7 @@ def closed_form_seconds(
     weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
     gradients = off_device_bytes([GRADIENT], host_updated=False)
     host_gradients = off_device_bytes([GRADIENT], host_updated=True)
+    frozen_in_forward, frozen_in_backward = frozen_bytes(way, resident)
     update_bytes = off_device_bytes(way.stages.buffer_names, host_updated=False) - gradients
     boundaries = way.offloaded_bytes
 
@@ -214,12 +218,12 @@ def closed_form_seconds(
     )
     forward = _Phase(
         compute_s=forward_s + forward_wait_s,
-        in_bytes=weights,
+        in_bytes=weights + frozen_in_forward,
         out_bytes=boundaries,
     )
     backward = _Phase(
         compute_s=backward_s + backward_wait_s,
-        in_bytes=weights + boundaries,
+        in_bytes=weights + frozen_in_backward + boundaries,
         out_bytes=returned_gradients + host_gradients,
     )
     if way.when == "sweep":
@@ -227,11 +231,32 @@ def closed_form_seconds(
     elif way.when == "next forward":
         # Weights that the device updates are on the device after their update, so only those that the
         # host updates are copied for the forward pass.
-        forward = forward._replace(in_bytes=host_weights)
+        forward = forward._replace(in_bytes=host_weights + frozen_in_forward)
         phases = [forward.joined(update), backward]
     else:
         phases = [forward, backward.joined(update)]
     return sum(phase.seconds(link) for phase in phases)
+
+
+def frozen_bytes(way: StreamWay, resident: Sequence[BufferNames]) -> tuple[int, int]:
+    """Return the bytes of frozen tensors that the forward and the backward pass copy to the device.
+
+    Each pass finds its first BLOCK_SLOTS stages of blocks still in their slots.
+
+    Args:
+        way: the way.
+        resident: for each stage, the names of its buffers that stay on the device.
+    """
+    sizes = [
+        0 if FROZEN in names else way.stages.size_bytes(index, FROZEN)
+        for index, names in enumerate(resident)
+    ]
+    first, *middle, last = sizes
+    if way.stages.tied:
+        first = last = 0  # each has a slot of its own, and stays there
+    return first + sum(middle[BLOCK_SLOTS:]), last + sum(
+        middle[: max(0, len(middle) - BLOCK_SLOTS)]
+    )
 
 
 def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> UpdateTiming:
@@ -247,6 +272,8 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
     """
     with META:
         model = Llama(work.config)
+        if work.lora:
+            install_adapters(model, work.lora, precision=Precision(work.precision))
     clock = Clock(link)
     clock_micro_batches = min(work.micro_batches, MAX_CLOCK_MICRO_BATCHES)
     # How many micro-batches the clock runs as one.

@@ -37,6 +37,7 @@ from monograph.report.quantities import gibibytes
 from monograph.storage.reading import free_bytes
 from monograph.stream import Placement
 from monograph.stream.clock import Link
+from monograph.stream.frozen import FROZEN
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
@@ -278,7 +279,9 @@ def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[
     """Return all ways that fit. Moments are in files only if nothing fits otherwise."""
     all_ways = list(stream_ways(request, device))
     fitting = _select_fitting(all_ways, limits)
-    if fitting or not limits.disk_bytes:
+    # Adapters' moments are on the device, and its frozen weights are only read, so that copies from a
+    # disk would take most of the time.
+    if fitting or not limits.disk_bytes or request.training.lora:
         return fitting
     # If the moments in files are the first to become resident, an update is faster. If they are the
     # last, the host needs less memory.
@@ -320,18 +323,24 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
     update_times: list[When] = ["next forward", "sweep"]
     if training.clip is None:
         update_times.append("backward")
+    if training.lora:
+        # Adapters are on the device, so there is nothing to copy for their update, nor to hide.
+        update_times = ["sweep"]
     times_and_places: list[tuple[When, Where]] = [(when, "device") for when in update_times]
     # The host updates weights only if the update is limited by the speed of its memory alone: in
     # compiled code, with exact moments, element by element. On the host a sweep equals "next forward".
     is_compiled = scope != "none" and compiler_obstacle() is None
     has_exact_moments = formats.FORMATS[training.optim.state].exact
     is_elementwise = not training.optim.updates_matrices
-    if device.type != "cpu" and is_compiled and has_exact_moments and is_elementwise:
+    can_update_on_host = device.type != "cpu" and training.lora is None
+    if can_update_on_host and is_compiled and has_exact_moments and is_elementwise:
         times_and_places += [(when, "host") for when in update_times if when != "sweep"]
     for precision, blocks_per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if training.config.num_hidden_layers % blocks_per_stage:
             continue
-        stages = stages_of(training.config, training.optim, precision, blocks_per_stage)
+        stages = stages_of(
+            training.config, training.optim, precision, blocks_per_stage, training.lora
+        )
         for rows, remat, (when, where), offload in itertools.product(
             request.micro_batches, remats, times_and_places, (False, True)
         ):
@@ -347,7 +356,7 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
 
 def _moments(stages: Stages) -> BufferNames:
     """Return the names of the optimizer's buffers."""
-    return frozenset(stages.buffer_names) - {WEIGHTS, REST, GRADIENT}
+    return frozenset(stages.buffer_names) - {WEIGHTS, REST, GRADIENT, FROZEN}
 
 
 def _exceeded_tiers(tiers: Tiers, limits: Limits) -> set[str]:
@@ -500,6 +509,14 @@ def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Li
     else:
         device_text = f" next to {gibibytes(device_bytes)} of {device.name}"
     needed = sum(host_bytes.values())
+    too_little = (
+        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({_amounts(host_bytes)}){device_text}, and "
+        f"{gibibytes(limits.host_bytes)} of it may be taken"
+    )
+    lora = request.training.lora
+    if lora:
+        narrower = "use a smaller model" if lora.base == "nf4" else "use lora.base = nf4"
+        return f"{too_little}; {narrower}, or a host with more memory"
     moments = host_bytes.get("moments", 0)
     if moments > limits.disk_bytes:
         folder = limits.folder or tempfile.gettempdir()
@@ -511,10 +528,7 @@ def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Li
         files = (
             f"with the moments in files it would be {gibibytes(needed - moments)}, still too much"
         )
-    return (
-        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({_amounts(host_bytes)}){device_text}, and "
-        f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(request, device, limits)}; {files}"
-    )
+    return f"{too_little}; {_remedy(request, device, limits)}; {files}"
 
 
 def _amounts(by_origin: Mapping[str, int]) -> str:
@@ -564,9 +578,11 @@ def describe_way(candidate: StreamCandidate) -> str:
     blocks = (
         "1 block" if placement.blocks_per_stage == 1 else f"{placement.blocks_per_stage} blocks"
     )
+    offloaded = ", boundaries on the host" if placement.offload else ""
+    if candidate.work.lora:
+        return f"{blocks} of frozen weights a stage{offloaded}"
     when = _WHEN[placement.when]
     where = "on the host " if placement.where == "host" else ""
-    offloaded = ", boundaries on the host" if placement.offload else ""
     return f"{blocks} a stage, updated {where}{when}{offloaded}"
 
 

@@ -435,6 +435,14 @@ def dequantising_bytes(work: Work) -> float:
     return _matrix_numbers(work.config) * (FROZEN_BYTES[work.lora.base] + work.number_bytes)
 
 
+def dequantised_weight_bytes(work: Work) -> int:
+    """Return the bytes of a block's largest weight while it is dequantised, in fp32 and in the compute
+    dtype; 0 if no weights are quantised.
+    """
+    is_quantised = work.lora is not None and work.lora.base != "auto"
+    return (4 + work.number_bytes) * _largest_weight(work.config) if is_quantised else 0
+
+
 def estimate_bytes(work: Work) -> int:
     """Return the peak bytes by the closed form at the top of this file, on a device of
     `work.device_type`.
@@ -486,8 +494,7 @@ def estimate_bytes(work: Work) -> int:
 
     # block: all its values and their gradients, without the values that are counted in `stored`. With
     # "offload" the block's input has come back to the device, as if it had stayed there ("full").
-    is_quantised = lora is not None and lora.base != "auto"
-    dense_weight_bytes = (4 + number_bytes) * _largest_weight(config) if is_quantised else 0
+    dense_weight_bytes = dequantised_weight_bytes(work)
     value_bytes = stored_numbers(work, "none") * number_bytes * tokens
     remat = "full" if work.remat == "offload" else work.remat
     stored_value_bytes = stored_numbers(work, remat) * number_bytes * tokens

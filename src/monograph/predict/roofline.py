@@ -335,6 +335,12 @@ def pass_times(
     product_rate = peak_flops * shares.products * tokens / (tokens + shares.saturating_tokens)
     head_parameters = config.vocab_size * config.hidden_size
     block_parameters = (matmul_parameters(config) - head_parameters) // config.num_hidden_layers
+    adapter_parameters = estimate.active_adapter_parameters(work) / config.num_hidden_layers
+    # The recomputed forward pass, the gradient of the input, and that of the weight unless it is frozen.
+    backward_flops_per_weight = 4 if work.lora else 6
+    dequantising_s = (
+        estimate.dequantising_bytes(work) / config.num_hidden_layers / bandwidth
+    )  # of a block
     forward_attention_flops = 2 * estimate.query_width(config) * work.length
     recomputed_linear_flops, recomputed_attention_flops = estimate.recomputed_flops(work)
     # A forward pass launches a third of a block's kernels, and a backward pass two thirds. This is the
@@ -366,19 +372,27 @@ def pass_times(
     embedding_s = 2 * config.hidden_size * number_bytes * tokens / bandwidth
     # On a GPU the host's part of a micro-step is hidden behind the device's work.
     micro_step_s = MICRO_STEP_S if device.type == "cpu" else 0.0
+    # In the recomputed forward pass, in the backward pass, and where blocks recompute products once more.
+    dequantising_passes = 3 if recomputed_linear_flops else 2
     halves_slowdown = 1.0 if work.precision == "fp32" else HOST_HALVES_SLOWDOWN
     host_update_bytes = HOST_UPDATE_TRAFFIC_BYTES[captured]
     return Costs(
         first_s=embedding_s,
-        forward_s=block_seconds(2 * block_parameters, forward_attention_flops, passes=1),
-        recompute_backward_s=block_seconds(
-            6 * block_parameters + recomputed_linear_flops,
+        forward_s=dequantising_s
+        + block_seconds(
+            2 * (block_parameters + adapter_parameters), forward_attention_flops, passes=1
+        ),
+        recompute_backward_s=dequantising_passes * dequantising_s
+        + block_seconds(
+            backward_flops_per_weight * block_parameters
+            + 6 * adapter_parameters
+            + recomputed_linear_flops,
             3 * forward_attention_flops + recomputed_attention_flops,
             passes=4 if recomputed_linear_flops else 3,
         ),
-        loss_s=6 * head_parameters * tokens / product_rate + micro_step_s,
+        loss_s=(4 if work.lora else 6) * head_parameters * tokens / product_rate + micro_step_s,
         # The embedding's gradient is filled with zeros, and added to the plane: 12 bytes per number.
-        first_backward_s=embedding_s + 12 * head_parameters / bandwidth,
+        first_backward_s=0.0 if work.lora else embedding_s + 12 * head_parameters / bandwidth,
         weight_update_s=UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
         host_weight_update_s=host_update_bytes
         * halves_slowdown

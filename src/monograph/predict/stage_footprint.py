@@ -20,6 +20,7 @@ from monograph import compat
 from monograph.graph.capture import capture_with
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
+from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 from monograph.predict.fake_memory import ORIGINS, TRANSIENT, FakeMemory, MemorySample
 from monograph.predict.footprint import Work, token_loss_on
@@ -92,6 +93,8 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         # Flex attention is not traced. Fused attention without a mask takes its place.
         if short.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if short.repeats_heads else "torch", "cuda")
+        if short.lora:
+            install_adapters(model, short.lora, precision=Precision(short.precision))
         # With "next forward", `update` only decides; the stages are updated one by one below.
         placement = Placement(blocks_per_stage=blocks_per_stage, when="next forward")
         parameters = InStages(placement, None, passes=_TracedPasses, fused=short.fused)
@@ -125,11 +128,13 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         passes = max(map(_transient_bytes, memory.curve[begin:end_of_passes]))
         update(step)
         update_peaks = []
-        for stage in list(walk.updates.waiting):
+        for stage in walk.store.stages:
             begin = len(memory.curve)
-            walk.updates.begin(stage)
-            walk.updates.finish_current()
-            update_peaks.append(max(map(_transient_bytes, memory.curve[begin:])))
+            # A stage without trained parameters has no update.
+            if stage in walk.updates.waiting:
+                walk.updates.begin(stage)
+                walk.updates.finish_current()
+            update_peaks.append(max(map(_transient_bytes, memory.curve[begin:]), default=0))
         assert isinstance(walk.passes, _TracedPasses)
         block_argument_bytes = walk.passes.block_argument_bytes
     # The graphs of updates are forgotten, because they would add up: an update has a graph for each

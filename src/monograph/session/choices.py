@@ -29,6 +29,7 @@ class Choices:
     is_adapted: bool
     init: str | None = of_key("model.init")
     rank: int | None = of_key("lora.rank")
+    dropout: float | None = of_key("lora.dropout")
     precision: str = of_key("train.precision")
     quantize: str = of_key("train.quantize")
     remat: str | float = of_key("train.remat")

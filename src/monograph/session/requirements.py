@@ -75,6 +75,13 @@ PRECISION_WITHOUT_BF16_WEIGHTS = Condition(
 )
 AVERAGED = Condition("optim.ema", lambda choices: choices.ema != "none")
 LORA_RANK_GIVEN = Condition("lora.rank", lambda choices: choices.rank is not None)
+INPUTS_DROPPED = Condition(
+    "lora.dropout = {dropout}", lambda choices: bool(choices.dropout), "a number above 0"
+)
+STREAMED_BASE = Condition(
+    "lora.rank with train.memory = stream",
+    lambda choices: choices.is_adapted and choices.memory == "stream",
+)
 NOT_STOCHASTIC_STATE = Condition(
     "optim.state = {state}",
     lambda choices: not FORMATS[choices.state].stochastic,
@@ -115,9 +122,10 @@ STEP_EXCLUSIONS = (
         f"{_STAGED} train.remat is none, full, pointwise or a number, not offload",
     ),
     Exclusion(
-        ADAPTED,
         STREAMED,
-        "train.memory = stream is only for weights that are trained: with lora.rank take device",
+        INPUTS_DROPPED,
+        "train.memory = stream runs each block twice, and lora.dropout = {dropout} would drop other inputs the second "
+        "time: say lora.dropout = 0",
     ),
     Exclusion(
         ADAPTED,
@@ -144,6 +152,7 @@ STEP_EXCLUSIONS = (
     excludes(GATHERED_IN_BF16, PRECISION_OTHER_THAN_BF16, "products read bf16 weights: take bf16"),
     excludes(GATHERED_IN_BF16, LORA_RANK_GIVEN, "frozen weights stay as they are"),
     excludes(IN_PARALLEL, NO_MASTER_WEIGHTS, "gradients would be summed in bf16"),
+    excludes(STREAMED_BASE, IN_PARALLEL, "it was not tried: take none"),
     excludes(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
     excludes(SHARDED, COMPILED_WHOLE, "blocks are gathered one by one: take blocks or none"),
 )

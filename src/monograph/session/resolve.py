@@ -297,6 +297,7 @@ def _chosen_candidate(
         plan = plan.with_training(training)
     if objective.samples_answers:
         machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
+    if not objective.can_stream:
         memory = "device"
     if plan.job.parallel != "none":
         training = plan.training

@@ -15,6 +15,7 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.lora import adapted_layers
 from monograph.graph.lora_base import OptionalDevice
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
@@ -49,6 +50,7 @@ from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session
 from monograph.session.warmup import batch_norm_layers
 from monograph.stream import Placement, Streamed
+from monograph.stream.store import adapters_on_device
 
 
 class BuiltRun(NamedTuple):
@@ -263,9 +265,10 @@ def build_run(
         stored_adapter = job.source.adapter if job.source else None
         if stored_adapter:
             require_base_of_adapter(stored_adapter, str(recipe.base_sha256))
-        # With fsdp and hsdp the base stays on the host, because a device may have no room for all
-        # of it.
-        base_device = None if is_sharded(job.parallel) else device
+        # With fsdp and hsdp, and if it is streamed, the base stays on the host, because a device may
+        # have no room for all of it.
+        stays_on_host = is_sharded(job.parallel) or plan.memory == "stream"
+        base_device = None if stays_on_host else device
         install_adapters(
             model,
             lora,
@@ -370,7 +373,12 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
-        placement = plan.placement or Placement(device)
+        # Without a planner's placement, such as for a user's own module, all weights wait on the host.
+        placement = plan.placement
+        if placement is None:
+            placement = Placement(device)
+            if adapted_layers(model):
+                placement = adapters_on_device(model, placement)
         if world:
             return streamed_replica(
                 model, world=world, micro_batch=micro_batch, placement=placement, **step_options

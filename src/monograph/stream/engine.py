@@ -24,10 +24,12 @@ from monograph.stream.lanes import Lanes
 from monograph.stream.parameters import InStages
 from monograph.stream.placement import Placement
 from monograph.stream.slots import Passes
+from monograph.stream.store import adapters_on_device
 
 
 class Streamed(Engine):
-    """Trains a module whose weights, gradients and optimizer state need not fit on the device.
+    """Trains a module whose weights, gradients and optimizer state need not fit on the device, or
+    adapters of one.
 
     The module runs stage by stage, and all micro-batches of a window pass one stage before the next
     stage (`monograph.stream.walk`). It must have `begin`, `end`, `parts_before` and `parts_after`,
@@ -71,14 +73,18 @@ class Streamed(Engine):
                 kept, whatever `remat` is.
             micro_batch: rows per micro-batch; None: the whole window at once.
             placement: where buffers live and when weights are updated; by default all buffers are
-                on the host, and `when` is "sweep".
+                on the host, except what adapters need, and `when` is "sweep".
             lanes: the lanes that copy and compute; None: new lanes of the device.
             sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
             retries: the size of micro-batches, and what changes when memory runs out; replaces
                 `micro_batch`.
             passes: makes the object that computes a step's passes and updates.
         """
-        self.placement = placement or Placement()
+        if placement is None:
+            placement = Placement()
+            if adapted_layers(model):
+                placement = adapters_on_device(model, placement)
+        self.placement = placement
         # Arguments are checked before anything is moved. A later error would leave half of the model
         # in another place.
         _require_streamable(model, self.placement, clip, optim or AdamW())
@@ -218,8 +224,4 @@ def _require_streamable(
     if not optim.master_weights:
         raise UsageError(
             "memory = stream keeps full-precision weights: master_weights = False is for memory = device"
-        )
-    if adapted_layers(model):
-        raise UsageError(
-            "memory = stream fetches weights that are trained, not frozen ones: take memory = device"
         )

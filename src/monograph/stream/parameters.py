@@ -170,6 +170,7 @@ class InStages(Parameters):
         if to_write:
             for stage in self.store.stages:
                 stage.version += 1
+                stage.frozen.version += 1
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors, by name; split weights are copies in fp32."""
@@ -206,8 +207,12 @@ class InStages(Parameters):
             else:
                 full_weights = entry.master()
             entry.plane.rebind_parameters(full_weights.cpu())
+        for stage in self.store.stages:
+            stage.frozen.bind(stage.frozen.memory.cpu())
         try:
             yield self.step.model
         finally:
             for entry in self.store.stored_planes:
                 entry.plane.rebind_parameters(entry.plane.param)
+            for stage in self.store.stages:
+                stage.frozen.bind(stage.frozen.memory)

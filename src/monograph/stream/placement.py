@@ -36,7 +36,7 @@ def buffer_names() -> tuple[str, ...]:
     parts = [part for state_format in FORMATS.values() for part in state_format.parts]
     moment_buffers = [part.buffer_name(moment) for part in parts for moment in moments]
     # `dict.fromkeys` removes duplicates, because optimizers share moments.
-    return tuple(dict.fromkeys(("weights", "rest", "gradient", *moment_buffers, "ema")))
+    return tuple(dict.fromkeys(("weights", "rest", "gradient", *moment_buffers, "ema", "frozen")))
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Placement:
 
     Stages are numbered from 0, which is the stage before the blocks. The names of buffers are
     "weights", "rest" (the low halves of fp32 weights that are stored as two halves), "gradient" and
-    "ema", the moments of the optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and
-    `<moment>_scale` for moments in blocks.
+    "ema", the moments of the optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"),
+    `<moment>_scale` for moments in blocks, and "frozen" (all tensors of a stage that are not trained).
 
     Raises:
         UsageError: a value has no meaning.
@@ -142,16 +142,18 @@ def _is_buffer_of_stage(pair: object, known_names: tuple[str, ...]) -> bool:
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
-    """Copy a tensor to new memory at its home.
+    """Copy a tensor to new memory at its home, and return the copy; see `allocate`."""
+    return allocate(tensor, home, label, placement).copy_(tensor)
+
+
+def allocate(like: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
+    """Return new memory of a tensor's shape and dtype.
 
     Args:
-        tensor: the tensor.
+        like: a tensor with the shape and dtype.
         home: where the new memory is.
         label: what the memory is for, in messages.
         placement: the device that computes, and the folder of files.
-
-    Returns:
-        The copy.
 
     Raises:
         DiskFull: a file does not fit, or the disk fails.
@@ -159,13 +161,10 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
             created in the folder.
     """
     if home == Home.DEVICE:
-        # `copy` is needed if the device is a CPU: without it the tensor itself would be returned.
-        return tensor.to(placement.device, copy=True)
+        return torch.empty(like.shape, dtype=like.dtype, device=placement.device)
     if home == Home.DISK:
-        memory = _mapped_file(tensor, label, placement.folder)
-    else:
-        memory = on_host(tensor, label, placement.device)
-    return memory.copy_(tensor)
+        return _mapped_file(like, label, placement.folder)
+    return on_host(like, label, placement.device)
 
 
 def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:

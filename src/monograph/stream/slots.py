@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.optim import Plane, join, split_, unlinked
 from monograph.step import Step
+from monograph.stream.frozen import FROZEN
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, BlockArguments, Stage, StoredPlane, as_staged
 
@@ -95,14 +96,23 @@ def tensors_to_fetch(stage: Stage, name: str) -> dict[TensorKey, Tensor]:
     }
 
 
+def frozen_to_fetch(stage: Stage) -> dict[TensorKey, Tensor]:
+    """Return the memory of the stage's frozen tensors if it must be copied to the device, by a key."""
+    frozen = stage.frozen
+    return {FROZEN: frozen.memory} if frozen.packed and frozen.space.home != Home.DEVICE else {}
+
+
 class Slot:
-    """Device memory for the weights and gradients of one stage.
+    """Device memory for the weights, gradients and frozen tensors of one stage.
 
     Attributes:
         weights: the memory for weights.
         gradients: the memory for gradients.
+        frozen: the memory for tensors that are not trained.
         loaded: the stage whose weights are in the slot, and the version of these weights; None:
             no weights were copied to it yet.
+        loaded_frozen: the same for frozen tensors. Updates do not change them, so a stage that is
+            still in its slot in the next update is not copied again.
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
@@ -113,7 +123,16 @@ class Slot:
         self.gradients = DeviceBuffer(
             f"{name}, gradients", [tensors_to_fetch(stage, GRADIENT) for stage in stages], device
         )
+        self.frozen = DeviceBuffer(
+            f"{name}, {FROZEN}", [frozen_to_fetch(stage) for stage in stages], device
+        )
         self.loaded: tuple[Stage, int] | None = None
+        self.loaded_frozen: tuple[Stage, int] | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the slot."""
+        return self.weights.size_bytes + self.gradients.size_bytes + self.frozen.size_bytes
 
 
 class StageOnDevice:
@@ -123,6 +142,7 @@ class StageOnDevice:
         stage: the stage.
         slot: its slot.
         planes: the stage's planes, with weights and gradients on the device.
+        frozen: the memory of the stage's frozen tensors on the device.
     """
 
     def __init__(self, stage: Stage, slot: Slot):
@@ -140,11 +160,16 @@ class StageOnDevice:
             )
             for stored in stage.stored_planes
         ]
+        # Tensors that live on the device are not in the slot, either.
+        self.frozen = slot.frozen.views(frozen_to_fetch(stage)).get(FROZEN, stage.frozen.memory)
 
     @property
     def reads(self) -> list[Space]:
         """Return the spaces that the stage's forward pass reads."""
-        return self._spaces(WEIGHTS, self.slot.weights)
+        spaces = self._spaces(WEIGHTS, self.slot.weights)
+        if frozen_to_fetch(self.stage):
+            spaces.append(self.slot.frozen.space)
+        return spaces
 
     @property
     def writes(self) -> list[Space]:
@@ -167,11 +192,20 @@ class StageOnDevice:
             if stored in planes and weights.space.home != Home.DEVICE:
                 lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
 
+    def fetch_frozen(self, lanes: Lanes) -> None:
+        """Copy the stage's frozen tensors to the slot, unless they are there."""
+        frozen = self.stage.frozen
+        if self.slot.loaded_frozen == (self.stage, frozen.version):
+            return
+        if frozen_to_fetch(self.stage):
+            lanes.copy(self.frozen, frozen.memory, self.slot.frozen.space, frozen.space)
+        self.slot.loaded_frozen = self.stage, frozen.version
+
     @contextmanager
     def use_as_parameters(self) -> Iterator[None]:
-        """Make the model's parameters the stage's weights on the device, within the `with` block.
+        """Make the model's tensors those of the stage on the device, within the `with` block.
 
-        Outside the `with` block they are the weights at home.
+        Outside the `with` block they are the tensors at home.
         """
         weights_at_home = [
             placed.parameter.data for plane in self.planes for placed in plane.placed
@@ -179,6 +213,7 @@ class StageOnDevice:
         for plane in self.planes:
             plane.rebind_parameters(plane.param)
             plane.fuse_gradients()
+        self.stage.frozen.bind(self.frozen)
         # Projections that are computed as one product refer to the parameters' memory, which has
         # changed (`monograph.graph.fused_linears`).
         for family in self.stage.families:
@@ -189,6 +224,7 @@ class StageOnDevice:
             for parameter, data in zip(self.stage.parameters, weights_at_home, strict=True):
                 parameter.grad = None
                 parameter.data = data
+            self.stage.frozen.bind(self.stage.frozen.memory)
             for family in self.stage.families:
                 family.update_views()
 
@@ -241,11 +277,10 @@ class Slots:
     @property
     def device_bytes(self) -> int:
         """Return the bytes of all slots."""
-        slots = [slot for pool in self.pools for slot in pool]
-        return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in slots)
+        return sum(slot.device_bytes for pool in self.pools for slot in pool)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Copy the stage's weights to a slot, unless they are there, and return the stage."""
+        """Copy the stage to a slot, unless it is there, and return it."""
         stage_on_device = self.claim(stage)
         if stage_on_device.slot.loaded != (stage, stage.version):
             stage_on_device.fetch(self.lanes, stage.stored_planes)
@@ -253,7 +288,7 @@ class Slots:
         return stage_on_device
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """Assign a slot to the stage and return the stage in it; no weights are copied."""
+        """Assign a slot to the stage and return the stage in it; only frozen tensors are copied."""
         pool = self._pool_of[stage]
         slot = pool[0]
         # A stage that is in a slot keeps it, so that its weights are not fetched a second time.
@@ -264,7 +299,9 @@ class Slots:
         # The last slot is the one used most recently.
         pool.remove(slot)
         pool.append(slot)
-        return StageOnDevice(stage, slot)
+        stage_on_device = StageOnDevice(stage, slot)
+        stage_on_device.fetch_frozen(self.lanes)
+        return stage_on_device
 
 
 class _ModelCalled(Exception):

@@ -7,10 +7,15 @@ recomputed and updated as a whole. A plane is a flat buffer of a stage's paramet
 If linear layers compute in bf16, each of their fp32 weights is split into two halves of 2 bytes
 (`split`), and only the high half crosses the link for a pass. Other weights (gains, embedding and
 head) are not split.
+
+Tensors that are not trained, such as the weights under adapters, belong to no plane. Each stage packs
+its own into one piece of memory (`monograph.stream.frozen`).
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -20,6 +25,7 @@ from monograph.errors import UsageError
 from monograph.graph.experts import MATMUL_MODULES
 from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.inspect import blocks
+from monograph.graph.lora import FACTORS
 from monograph.graph.siblings import families
 from monograph.optim import (
     Optimizer,
@@ -33,8 +39,9 @@ from monograph.optim import (
     splittable,
     trainable,
 )
+from monograph.stream.frozen import FROZEN, FrozenTensors, pack
 from monograph.stream.lanes import Home, Space
-from monograph.stream.placement import Placement, on_host, place
+from monograph.stream.placement import Placement, buffer_names, on_host, place
 
 WEIGHTS = "weights"
 REST = "rest"
@@ -131,6 +138,7 @@ class Stage:
             the last stage.
         families: the groups of linear layers in its blocks that are computed together.
         stored_planes: the stage's planes.
+        frozen: the stage's tensors that are not trained.
         version: how many times the stage's weights were changed. A copy of the weights in a slot
             (device memory for one stage) is outdated if its version differs.
     """
@@ -140,6 +148,7 @@ class Stage:
     blocks: list[tuple[int, nn.Module]]
     families: list[FusedLinears]
     stored_planes: list[StoredPlane]
+    frozen: FrozenTensors
     version: int = 0
 
     @property
@@ -171,6 +180,7 @@ class Store:
         # Buffers that share memory begin at the same address; the largest of them counts.
         counted_by_address: dict[int, int] = {}
         buffers = [buffer for stored in self.stored_planes for buffer in stored.buffers.values()]
+        buffers += [Buffer(stage.frozen.memory, stage.frozen.space) for stage in self.stages]
         for tensor, space in buffers:
             if tensor.is_meta:
                 continue
@@ -236,6 +246,7 @@ def store_in_stages(
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
     stored_ids = set[int]()
+    frozen_ids = set[int]()
     for name, stage_blocks, modules in _stage_modules(staged_module, placement.blocks_per_stage):
         used_by_id = {
             id(parameter): parameter
@@ -251,12 +262,23 @@ def store_in_stages(
             if key not in stored_ids
         }
         stored_ids |= used_by_id.keys()
+        frozen_by_id = {
+            id(tensor): tensor
+            for part in modules
+            for tensor in itertools.chain(part.parameters(), part.buffers())
+            if id(tensor) not in name_by_id
+        }
+        store.tied = store.tied or bool(frozen_by_id.keys() & frozen_ids)
+        new_frozen = [tensor for key, tensor in frozen_by_id.items() if key not in frozen_ids]
+        frozen_ids |= frozen_by_id.keys()
+        index = len(store.stages)
         stage = Stage(
             name=name,
-            index=len(store.stages),
+            index=index,
             blocks=stage_blocks,
             families=[family for _, block in stage_blocks for family in families(block)],
             stored_planes=[],
+            frozen=pack(new_frozen, index, name, placement),
         )
         block_of_parameter = {
             name_by_id[id(parameter)]: index
@@ -293,7 +315,11 @@ def store_in_stages(
         raise UsageError(
             f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    names_without_stage = [name for key, name in name_by_id.items() if key not in stored_ids]
+    names_without_stage = [
+        name
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in stored_ids | frozen_ids
+    ]
     if names_without_stage:
         raise UsageError(
             f"memory = stream: {names_without_stage[0]} is in no block and in neither parts_before nor parts_after"
@@ -302,13 +328,34 @@ def store_in_stages(
 
 
 def _linear_weight_ids(module: nn.Module) -> set[int]:
-    """Return the ids of the weights of all linear layers in a module's blocks."""
+    """Return the ids of the weights of all linear layers in a module's blocks, except adapters'.
+
+    Adapters stay whole: they are small, and DoRA reads all bits of its factors.
+    """
     return {
-        id(layer.weight)
+        id(parameter)
         for block in blocks(module).values()
         for layer in block.modules()
-        if isinstance(layer, MATMUL_MODULES)
+        if isinstance(layer, MATMUL_MODULES) and not isinstance(layer, FACTORS)
+        # A quantised layer has no weight, and nothing of it is trained.
+        for parameter in [layer._parameters.get("weight")]
+        if parameter is not None
     }
+
+
+def adapters_on_device(module: nn.Module, placement: Placement) -> Placement:
+    """Return the placement with everything that is trained on the device.
+
+    Adapters, their gradients and moments are small, so only frozen tensors cross the link.
+    """
+    block_stages = math.ceil(len(blocks(module)) / placement.blocks_per_stage)
+    trained = {
+        (stage, name)
+        for stage in range(block_stages + 2)
+        for name in buffer_names()
+        if name != FROZEN
+    }
+    return replace(placement, on_device=placement.on_device | trained)
 
 
 class StageModules(NamedTuple):

@@ -239,7 +239,10 @@ class Walk:
         gradients: dict[int, Tensor] = {}  # the gradient of the current state, by micro-batch
         updates_in_backward = updates.in_backward and observe is None
         # The last stage comes first, because all other gradients are computed from its gradient.
-        backward_order = [last, *reversed(middle), first]
+        backward_order = [last, *reversed(middle)]
+        # Nothing needs the gradient of tokens, so a frozen embedding is not fetched again.
+        if first.stored_planes:
+            backward_order.append(first)
         for stage_on_device in self._visits(backward_order, inputs_to_fetch=len(batches)):
             self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):

@@ -21,7 +21,7 @@ from monograph.device import Device, describe
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
-from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.graph.lora import adapted_layers
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
@@ -267,10 +267,17 @@ def build_base(member: Member, task: SweptTask, machine: Device) -> BuiltRun | N
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
+        UsageError: the settings stream the base.
     """
     plan = member.plan
     if plan is None or plan.job.adapters() is None:
         return None
+    if plan.requested_memory == "stream":
+        raise UsageError(
+            "train.memory = stream: adapters of a sweep share a base on the device: leave it out, or train one run"
+        )
+    # If a member does not fit, the planner may not stream it, either.
+    plan = replace(plan, memory="device", open_choices=plan.open_choices - {"memory"})
     return build_run(plan, task, machine)
 
 
