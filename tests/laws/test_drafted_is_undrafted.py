@@ -15,7 +15,8 @@ import torch
 from batches import tiny_llama
 from monograph.automata import constraint, stop_strings
 from monograph.decode.cache import CacheSizes
-from monograph.decode.draft import DRAFT_TOKENS, MAX_LOST_STEPS
+from monograph.decode.draft import DRAFT_TOKENS
+from monograph.decode.draft_budget import MAX_LOST_STEPS
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request

@@ -359,7 +359,7 @@ class DecodeStep:
             hidden_BD: the final hidden states of the rows' last tokens; None: the model computes
                 them.
         """
-        self.sample_after(self._logits(blocks, hidden_BD), truncation, follow_automata)
+        self.sample_after(self.logits_of_step(blocks, hidden_BD), truncation, follow_automata)
 
     def sample_after(
         self, logits_BV: Tensor, truncation: Truncation, follow_automata: bool
@@ -431,7 +431,7 @@ class DecodeStep:
             logits_BSV: Tensor = self.model.logits(hidden_BSD)
         return logits_BSV
 
-    def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
+    def logits_of_step(self, blocks: int, hidden_BD: Tensor | None = None) -> Tensor:
         """Return the logits after each row's last token, [B, V]; see `__call__`."""
         state = self.state
         kernels = self.forward_kernels
