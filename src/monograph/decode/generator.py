@@ -70,6 +70,8 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
+# When tokens are proposed; see `Generator.drafts`.
+DraftUse = Literal["while they pay", "always", "never"]
 # The prompt of a row that has no prompt's keys and values.
 _NO_PROMPT = PromptToRead(())
 
@@ -200,7 +202,7 @@ class Generator:
         # the next one is written (`Outbox`).
         lines = self.pace.steps
         self.drafter: Drafter | None = None
-        self.drafts: Literal["while they pay", "always", "never"] = "never"
+        self.drafts: DraftUse = "never"
         if draft is not None:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
