@@ -1097,8 +1097,8 @@ class Generator:
     def _prepare_drafts(self) -> bool:
         """Return whether the next block uses drafts, after the draft model has read what it lacks.
 
-        It reads at most `Pace.max_chunks` chunks at a time. Until it has read everything, steps go on without
-        it.
+        It reads as many chunks as the pace allows, and at least one in each row, which is more than a block
+        of steps adds. Until it has read everything, steps go on without it.
         """
         self._must_read = False
         if self.drafter is None or self._drafts_pause():
@@ -1111,24 +1111,23 @@ class Generator:
         if behind and self._unread is not None:
             self._must_read = True
             return False
-        chunks_left = self.pace.max_chunks
+        is_ready = True
         for row, known in behind.items():
             record = self._records[row]
             assert record is not None
             text = record.request.prompt_ids + tuple(record.token_ids)
             end = len(text)
-            if chunks_left is not None:
-                if chunks_left == 0:
-                    return False
+            if self.pace.max_chunks is not None:
+                chunks = max(1, self.pace.max_chunks // len(behind))
                 # The reader does not read a prompt's last token.
-                end = min(end, known + chunks_left * self.drafter.reader.chunk + 1)
-                chunks_left -= math.ceil((end - 1 - known) / self.drafter.reader.chunk)
+                end = min(end, known + chunks * self.drafter.reader.chunk + 1)
             self.drafter.continue_rows([Continuation(row, known, PromptToRead(text[:end]))])
             if end < len(text):
                 self._unread_by_draft[row] = end - 1
-                return False
-            del self._unread_by_draft[row]
-        return True
+                is_ready = False
+            else:
+                del self._unread_by_draft[row]
+        return is_ready
 
     def _leave_drafts_behind(self) -> None:
         """Note which tokens the draft model has read, before a block of steps without it."""
