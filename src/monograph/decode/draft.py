@@ -28,8 +28,11 @@ on what other texts do to a budget that it shares with them.
 Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -48,6 +51,9 @@ from monograph.graph.replay import Recorder
 from monograph.model.llama import Llama
 from monograph.model.mixture import Mixture
 
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
+
 # K, the number of tokens that are proposed at a time: its default, and its maximum.
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
@@ -64,6 +70,7 @@ class Drafter:
         cost: the estimated time of a pass with drafts, in ordinary steps.
         reader: reads prompts.
         cache: keys and values of the rows.
+        forward_kernels: computes the logits by kernels, where they can; None: the model's forward pass does.
         one_token_B: bool, the rows that sample one token in a pass, whatever is proposed: the host must read
             it before it knows which tokens may come next.
         previous_B: the token before the row's last one. If every proposal was accepted, the draft model
@@ -124,6 +131,7 @@ class Drafter:
                 "the draft model has recurrent layers, whose state cannot be rolled back: expected one with "
                 "attention alone"
             )
+        self.forward_kernels: FastForward | None = None
         self.one_token_B = torch.zeros(rows, dtype=torch.bool, device=weight.device)
         self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         self._vocabulary = vocabulary
@@ -188,7 +196,6 @@ class Drafter:
             chain: the chain of the model's step.
             blocks: how many blocks of the cache attention reads.
         """
-        cache = self.cache.with_first_blocks(blocks)
         stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
         own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
@@ -199,8 +206,7 @@ class Drafter:
         tokens_BT = torch.stack([self.previous_B, state.token_B], dim=1)
         positions_BT = torch.stack([state.position_B - 1, state.position_B], dim=1).clamp(min=0)
         for index in range(self.tokens):
-            hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
-            logits_BV = self.model.logits(hidden_BTD[:, -1])[:, : self._vocabulary]
+            logits_BV = self._logits(tokens_BT, positions_BT, blocks)[:, : self._vocabulary]
             position_B = state.position_B + 1 + index
             rows = SamplerRows(
                 seed_B=state.seed_B,
@@ -218,6 +224,18 @@ class Drafter:
             tokens_BT = token_B[:, None]
             positions_BT = position_B.clamp(max=last_slot)[:, None]
         return torch.stack(proposed, dim=1)
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, blocks: int) -> Tensor:
+        """Return the draft model's logits after the last of some tokens, [B, V]."""
+        kernels = self.forward_kernels
+        if kernels is not None and kernels.follows_autocast("cuda"):
+            logits_BTV = kernels.logits_of_columns(tokens_BT, positions_BT, self.cache, blocks)
+            if logits_BTV is not None:
+                return logits_BTV[:, -1]
+        cache = self.cache.with_first_blocks(blocks)
+        hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
+        logits_BV: Tensor = self.model.logits(hidden_BTD[:, -1])
+        return logits_BV
 
 
 class DraftedStep:

@@ -251,6 +251,8 @@ class Generator:
             # kernels do not give.
             if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
+                if draft is not None and self.drafter is not None:
+                    self.drafter.forward_kernels = fast_forward(draft, rows)
 
         def new_step(chain: Chain) -> DecodeStep:
             return DecodeStep(

@@ -424,6 +424,15 @@ class DecodeStep:
         columns_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         # What is proposed after a row's last position is written to the last slot, which no query reads.
         positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
+        kernels = self.forward_kernels
+        if kernels is not None and kernels.follows_autocast("cuda"):
+            adapter_R = state.adapter_B.repeat(tokens_BS.shape[1])
+            with rows_with_adapters(self.bank, adapter_R):
+                by_kernels_BSV = kernels.logits_of_columns(
+                    tokens_BS, positions_BS, self.cache, blocks
+                )
+            if by_kernels_BSV is not None:
+                return by_kernels_BSV
         with rows_with_adapters(self.bank, state.adapter_B):
             hidden_BSD = self.model(
                 tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)

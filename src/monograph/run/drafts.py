@@ -27,7 +27,9 @@ def naming_draft(name: str) -> Iterator[None]:
         # Most messages begin with the name of the run or folder already.
         named = message if message.startswith(name) else f"{name}: {message}"
         # A subclass that is defined elsewhere may take other arguments than a message.
-        kind = next(kind for kind in type(error).mro() if kind.__module__ == MonographError.__module__)
+        kind = next(
+            kind for kind in type(error).mro() if kind.__module__ == MonographError.__module__
+        )
         raise kind(f"--draft {named}") from None
 
 
