@@ -35,7 +35,7 @@ from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer
 
 # Of an update.
-ROWS, LENGTH = 16, 128
+ROWS, LENGTH = 8, 128
 LEARNING_RATE = 6e-3
 # A text begins like this, and goes on with any sentences.
 PROMPT = "Mirror of"
@@ -149,9 +149,9 @@ def main() -> None:
     """Train, measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
-    parser.add_argument("--updates", type=int, default=250, help="of each model")
-    parser.add_argument("--tokens", type=int, default=256, help="of a text")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--updates", type=int, default=300, help="of each model")
+    parser.add_argument("--tokens", type=int, default=192, help="of a text")
+    parser.add_argument("--pairs", type=int, default=7)
     args = parser.parse_args()
     model_shape = MODEL
     sentences = 4_000

@@ -156,6 +156,26 @@ def test_events_bring_the_tokens_of_passes_in_order(
     require_equal(whole, choices(plain, body))
 
 
+@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
+def test_a_text_that_the_host_follows_takes_one_token_of_a_pass(
+    plain: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first one was proposed: only the host knows which tokens may come next."""
+
+    def propose(self: draft.Drafter, *_: Any) -> torch.Tensor:
+        return torch.full((ROWS, self.tokens), ord("{"))
+
+    monkeypatch.setattr(draft.Drafter, "propose", propose)
+    monkeypatch.setattr(draft, "cost_of_pass", lambda *_: 1.0)
+    asked = [{"prompt": "a", "grammar": TREE, "seed": seed, "max_tokens": 9} for seed in range(6)]
+    expected = [choices(plain, body) for body in asked]
+    assert any("{}" in choice["text"] for [choice] in expected)
+    with Served(plain.model, TOKENIZER, draft=plain.model) as served:
+        assert [choices(served, body) for body in asked] == expected
+        counts = served.service.owner.counts
+    assert counts.drafted_tokens == counts.drafted_passes > 0
+
+
 def test_drafts_that_hardly_ever_agree_are_switched_off(plain: Served) -> None:
     asked = [{"prompt": "abc ", "seed": seed, "max_tokens": 60} for seed in range(12)]
     expected = [choices(plain, body) for body in asked]

@@ -861,7 +861,8 @@ class Generator:
             lines_of_step = 1 + self.drafter.tokens
             # A text needs at least this many passes.
             needed_passes = math.ceil(needed_lines / lines_of_step)
-            count = min(self._passes_of_block(max_steps), needed_passes)
+            passes_of_ring = self.outbox.half_lines // lines_of_step
+            count = min(self._passes_of_block(max_steps), needed_passes, passes_of_ring)
         elif self.drafter is not None:
             self._leave_drafts_behind()
             if self.rows > 1:
