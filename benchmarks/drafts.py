@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -62,30 +63,37 @@ class Writer:
     """A decoder that writes texts of one length."""
 
     def __init__(
-        self, model: Llama, draft: Llama | None, rows: int, tokens: int, mode: Mode
+        self,
+        model: Llama,
+        draft: Llama | None,
+        rows: int,
+        tokens: int,
+        mode: Mode,
+        prompt: tuple[int, ...] = PROMPT,
     ) -> None:
         """Allocate the decoder."""
         self.sampling = Sampling(temperature=0.8)
+        self._prompt = prompt
         self.generator = Generator(
             model,
             chain_of([self.sampling]),
             rows=rows,
-            slots=len(PROMPT) + tokens,
+            slots=len(prompt) + tokens,
             vocabulary=model.config.vocab_size,
             mode=mode,
             draft=draft,
         )
         self._tokens = tokens
 
-    def tokens_per_s(self, seed: int) -> float:
-        """Write a text in each row."""
+    def tokens_per_s(self, seed: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Write a text in each row; `clock` returns seconds."""
         rows = self.generator.rows
         for row in range(rows):
-            request = Request(PROMPT, self.sampling, self._tokens, seed=seed * rows + row)
+            request = Request(self._prompt, self.sampling, self._tokens, seed=seed * rows + row)
             self.generator.submit(request)
-        began = time.perf_counter()
+        began = clock()
         count = sum(len(event.token_ids) for event in self.generator.run())
-        return count / (time.perf_counter() - began)
+        return count / (clock() - began)
 
 
 def measured(factor: float, rows: int, tokens: int, pairs: int, smoke: bool) -> dict[str, Any]:

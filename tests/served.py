@@ -24,7 +24,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.serve.command import server_config
 from monograph.serve.service import Service
-from monograph.serve.versions import LAST, AdapterRoom, Source, Version
+from monograph.serve.versions import LAST, AdapterRoom, Draft, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256
@@ -58,9 +58,17 @@ class Given(Source):
     """
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, rows: int, adapters: AdapterRoom | None = None
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        rows: int,
+        adapters: AdapterRoom | None = None,
+        draft: Llama | None = None,
     ) -> None:
         super().__init__("given", rows, print, adapters)
+        if draft is not None:
+            self.draft_name = "small"
+            self._draft = Draft("small", draft.eval(), tokenizer, "digest")
         self.number, self._next = 0, (model, tokenizer)
 
     def give(self, model: Llama, tokenizer: Tokenizer) -> None:
@@ -95,10 +103,11 @@ class Served:
         keys: Sequence[str] = (),
         host: str = "127.0.0.1",
         adapters: AdapterRoom | None = None,
+        draft: Llama | None = None,
         **names: Any,
     ) -> None:
         self._names = names
-        self.source = Given(model, tokenizer, rows, adapters)
+        self.source = Given(model, tokenizer, rows, adapters, draft)
         self._keys, self._host = list(keys), host
         self.model, self.tokenizer, self.said = model, tokenizer, list[str]()
         self.bugs: list[Exception] = []

@@ -399,6 +399,38 @@ def test_a_captured_step_reads_the_adapters_of_the_last_update() -> None:
     assert after == texts_of(machine(1, "eager"), seeds)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "norms of heads, a window",
+        pytest.param("gpt-oss", marks=pytest.mark.slow),
+        pytest.param("scaled embeddings, centred norms and GELU", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pass_over_proposed_tokens_has_the_bits_of_steps(family: str) -> None:
+    """Law 7, with drafts: captured, in two rows of five tokens, which one tile has; log-probabilities, too."""
+    model = model_of(family)
+    seeds = range(3)
+
+    def machine(**options: Any) -> Generator:
+        return Generator(
+            model, chain_of([Sampling(0.9, logprobs=1)]), rows=2, slots=300, vocabulary=259,
+            mode="captured", pace=8, **options,
+        )  # fmt: skip
+
+    drafted = machine(draft=model)
+    drafted.settle_drafts()
+    assert drafted.drafter is not None and drafted.drafter.forward_kernels is not None
+    # A mixture's trial would show nothing, so its drafts are not switched off.
+    assert drafted.drafts == ("while they pay" if family != "gpt-oss" else "always")
+    assert not drafted.cache.one_query_at_a_time
+    # Drafts as large as the model cost more than they save; here they are used all the same.
+    drafted.drafter.cost = 1.0
+    assert texts_of(drafted, seeds) == texts_of(machine(), seeds)
+    # Texts of twelve tokens, each in passes of five, five and two.
+    assert drafted.drafted_tokens == 4 * drafted.drafted_passes == 12 * len(seeds)
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "delta" in family])
 def test_a_hybrids_steps_have_a_full_passs_log_probabilities(family: str) -> None:
     """Law 8: the state that a prompt's chunks leave is what the kernels go on with."""

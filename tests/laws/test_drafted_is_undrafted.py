@@ -6,6 +6,7 @@ scores are so near that rounding could change a token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from far_sighted import far_sighted
 from monograph.automata import constraint, stop_strings
 from monograph.decode.cache import CacheSizes
-from monograph.decode.draft import DRAFT_TOKENS, MAX_LOST_STEPS
+from monograph.decode.draft import DRAFT_TOKENS
+from monograph.decode.draft_budget import MAX_LOST_STEPS
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Request
+from monograph.decode.prompt_reader import PromptReader
+from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
+from monograph.decode.step import DecodeStep
 from monograph.errors import UsageError
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
@@ -200,6 +205,224 @@ def test_an_error_while_a_draft_reads_costs_no_row(monkeypatch: pytest.MonkeyPat
         patch.setattr(generator.drafter, "begin", fail)
         generator.advance()
     assert sum(len(event.token_ids) for event in generator.run()) > 0
+
+
+def sampled(generator: Generator) -> dict[int, list[int]]:
+    """The tokens of all requests by their numbers."""
+    texts = dict[int, list[int]]()
+    for event in generator.run():
+        texts.setdefault(event.number, []).extend(event.token_ids)
+    return texts
+
+
+def proposing_for_itself(model: Llama, rows: int, **options: Any) -> Generator:
+    return Generator(
+        model,
+        chain_of([Sampling(1.0)]),
+        rows=rows,
+        slots=SLOTS,
+        vocabulary=TOKENIZER.vocab_size,
+        draft=model,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("reads_behind", [False, True])
+def test_several_rows_switch_drafts_off_and_on(
+    monkeypatch: pytest.MonkeyPatch, reads_behind: bool
+) -> None:
+    """Neither changes a text. After a pause, the draft model knows what was written meanwhile."""
+    monkeypatch.setattr("monograph.decode.draft_budget.FORGIVEN_BY_STEP", 0.3)
+    monkeypatch.setattr("monograph.decode.draft.cost_of_pass", lambda *_: 3.0)
+    # In float64 it makes no difference.
+    monkeypatch.setattr(Generator, "_pass_rounds_as_steps", lambda _: True)
+    model = sharp(0)
+    draft = sharp(1, num_hidden_layers=1)
+    draft.load_state_dict(model.state_dict(), strict=False)
+    asked = requests() + [replace_seed(requests()[1], seed) for seed in range(20, 30)]
+    expected, _ = written(model, 4, asked)
+    monkeypatch.setattr(
+        Generator, "reads_behind", property(lambda _: reads_behind, lambda *_: None), raising=False
+    )
+    kinds = list[bool]()
+    prepare = Generator._prepare_drafts
+    monkeypatch.setattr(
+        Generator, "_prepare_drafts", lambda self: kinds.append(prepare(self)) or kinds[-1]
+    )
+    found, generator = written(model, 4, asked, draft=draft, pace=Pace(4, 2, 1))
+    assert_equal(found, expected)
+    assert generator.drafts == "while they pay"
+    switches = sum(before != after for before, after in zip(kinds, kinds[1:], strict=False))
+    assert switches >= 4
+
+
+@pytest.mark.parametrize("reads_behind", [False, True])
+@pytest.mark.parametrize("max_chunks", [None, 1])
+def test_after_a_pause_a_draft_knows_the_text(
+    monkeypatch: pytest.MonkeyPatch, reads_behind: bool, max_chunks: int | None
+) -> None:
+    """Proposals of a model for itself are right again, whatever it did not read at the time."""
+    model = far_sighted(vocab_size=TOKENIZER.vocab_size)
+    model.lm_head.weight.data *= 4
+    generator = proposing_for_itself(model, 2, pace=Pace(2, 2, max_chunks))
+    generator.reads_behind = reads_behind
+    pauses = False
+    monkeypatch.setattr(Generator, "_drafts_pause", lambda _: pauses)
+    for seed in range(2):
+        generator.submit(Request((65, 66 + seed), Sampling(1.0, seed=seed), 55))
+    blocks = 0
+    while generator.busy:
+        generator.advance()
+        blocks += 1
+        pauses = blocks % 5 in (2, 3)
+    passes, tokens = generator.drafted_passes, generator.drafted_tokens
+    assert 20 < tokens < 100
+    # The last pass of a text may end before all proposals are used.
+    assert tokens > (passes - 2) * (DRAFT_TOKENS + 1)
+
+
+def test_a_continued_row_reads_only_what_is_new_in_the_draft_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = proposing_for_itself(sharp(0), 2)
+    assert generator.drafter is not None
+    begins = list[int]()
+    read_pass = PromptReader._read_pass
+
+    def noted(self: PromptReader, prompts: Any, firsts: Any, count: int) -> None:
+        if self is generator.drafter.reader:  # type: ignore[union-attr]
+            begins.extend(firsts)
+        read_pass(self, prompts, firsts, count)
+
+    monkeypatch.setattr(PromptReader, "_read_pass", noted)
+    prompt = tuple(range(60, 80))
+    first = generator.submit(Request(prompt, Sampling(1.0), 11, keeps_row=True))
+    text = prompt + tuple(sampled(generator)[first])
+    assert begins == [0]
+    continued = Request((*text, 90, 91, 92), Sampling(1.0), 15, continues=first)
+    second = generator.submit(continued)
+    before = generator.drafted_passes
+    tokens = sampled(generator)[second]
+    # The last token but one may not have been read in a pass.
+    assert begins == [0, len(text) - 2]
+    assert generator.drafted_passes - before == math.ceil(len(tokens) / (DRAFT_TOKENS + 1))
+    fresh = proposing_for_itself(sharp(0), 2)
+    again = fresh.submit(continued._replace(continues=None))
+    assert sampled(fresh)[again] == tokens
+
+
+def test_the_chunks_of_a_draft_count_in_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running texts wait for no more chunks between two blocks, and prompts are read all the same."""
+    model = sharp(0, max_position_embeddings=300)
+    generator = Generator(
+        model, chain_of([Sampling(1.0)]), rows=2, slots=300, vocabulary=TOKENIZER.vocab_size,
+        draft=model, pace=Pace(1, 1, 2),
+    )  # fmt: skip
+    chunks = 0
+    read_pass = PromptReader._read_pass
+
+    def counted(self: PromptReader, *arguments: Any) -> None:
+        nonlocal chunks
+        chunks += 1
+        read_pass(self, *arguments)
+
+    monkeypatch.setattr(PromptReader, "_read_pass", counted)
+    generator.submit(Request((65,), Sampling(1.0), 200))
+    generator.advance()
+    generator.submit(Request(tuple(range(250)), Sampling(1.0), 20))
+    most = 0
+    while generator.busy:
+        chunks = 0
+        generator.advance()
+        most = max(most, chunks)
+    assert most == 2
+    assert generator.drafted_tokens > 4 * generator.drafted_passes
+
+
+def test_prompts_that_begin_alike_are_read_once_by_the_draft() -> None:
+    model = sharp(0, max_position_embeddings=300)
+    generator = Generator(
+        model, chain_of([Sampling(1.0)]), rows=2, slots=300, vocabulary=TOKENIZER.vocab_size, draft=model
+    )  # fmt: skip
+    assert generator.drafter is not None
+    reader = generator.drafter.reader
+    prompt = tuple(range(200))
+    copied = list[int]()
+    copy = reader.copy_first_chunks
+    reader.copy_first_chunks = lambda *given: copied.append(copy(*given)) or copied[-1]  # type: ignore
+    for end in (10, 11, 12):
+        generator.submit(Request((*prompt, end, end), Sampling(1.0), 20))
+        sampled(generator)
+    assert copied == [0, generator.reused // 2, generator.reused // 2] and copied[1] > 100
+    assert generator.drafted_tokens == generator.drafted_passes * (DRAFT_TOKENS + 1)
+
+
+def test_a_block_has_passes_for_the_time_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monograph.decode.draft.cost_of_pass", lambda *_: 2.0)
+    generator = proposing_for_itself(sharp(0), 2, pace=Pace(8, 8, None))
+    passes = list[int]()
+    read_block = generator._read_block
+
+    def noted(block: Any) -> Any:
+        passes.append(block.lines // block.lines_of_step)
+        return read_block(block)
+
+    monkeypatch.setattr(generator, "_read_block", noted)
+    generator.submit(Request((65,), Sampling(1.0), 43))
+    [text] = sampled(generator).values()
+    # 43 tokens need nine passes of five; a block of eight steps has four.
+    assert passes == [4, 4, 1] and len(text) == 43
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_where_passes_round_as_steps_drafts_change_no_bit(rows: int) -> None:
+    """In fp32, log-probabilities included; else drafts of several rows are not switched off."""
+    model = sharp(0).float()
+    asked = [replace_seed(requests()[2], seed) for seed in range(8)]
+    reports = list[Any]()
+    for draft in (None, model):
+        generator = Generator(
+            model, chain_of([asked[0].sampling]), rows=rows, slots=SLOTS, vocabulary=TOKENIZER.vocab_size,
+            draft=draft,
+        )  # fmt: skip
+        generator.settle_drafts()
+        for request in asked:
+            generator.submit(request)
+        reports.append(sorted(generator.run(), key=lambda event: event.number))
+        if generator.drafts == "always":
+            pytest.skip("on this machine a pass of these sizes rounds otherwise")
+    joined = [{}, {}]  # type: list[dict[int, list[Any]]]
+    for texts, events in zip(joined, reports, strict=True):
+        for event in events:
+            texts.setdefault(event.number, []).extend([*event.token_ids, *event.logprobs])
+    flat = [{number: sorted(map(str, each)) for number, each in texts.items()} for texts in joined]
+    assert flat[0] == flat[1]
+
+
+def test_drafts_are_not_switched_off_between_texts_if_that_would_round_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits_of_proposed = DecodeStep.logits_of_proposed
+    monkeypatch.setattr(
+        DecodeStep,
+        "logits_of_proposed",
+        lambda *given: logits_of_proposed(*given) * (1 + 1e-15),
+    )
+    asked = requests()[:4]
+    _, generator = written(sharp(0), 4, asked, draft=sharp(2))
+    assert generator.drafts == "always"
+    generator = proposing_for_itself(sharp(0), 4)
+    generator.settle_drafts()
+    assert generator.drafts == "always"
+    # A rehearsal decides, by its count alone.
+    rehearsal = [Request((65,), Sampling(1.0, seed=row), 30) for row in range(4)]
+    for cost, drafts in ((5.5, "never"), (3.0, "always")):
+        generator = proposing_for_itself(sharp(0), 4)
+        generator.settle_drafts()
+        assert generator.drafter is not None
+        generator.drafter.cost = cost
+        generator.rehearse_drafts(rehearsal)
+        assert generator.drafts == drafts and generator.drafted_passes == 0
 
 
 def test_a_draft_that_cannot_be_used_is_refused() -> None:

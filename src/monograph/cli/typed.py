@@ -798,6 +798,7 @@ def serve(
         int | None,
         _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
+    draft: DraftOption = None,
 ) -> None:
     """Serve a model through OpenAI's and Anthropic's APIs, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -819,6 +820,7 @@ def serve(
         adapter_dir=adapter_dir,
         adapter_slots=adapter_slots,
         adapter_rank=adapter_rank,
+        draft=draft,
     )
 
 

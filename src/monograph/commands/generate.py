@@ -31,6 +31,7 @@ from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.adapters import AdapterBase, named_folders
+from monograph.run.drafts import naming_draft, require_same_tokens
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.run_index import json_object
@@ -435,7 +436,12 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
             f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
         )
     model, tokenizer = load_with_tokenizer(run, warn)
-    draft = _load_draft(options.draft, tokenizer) if options.draft is not None else None
+    draft = None
+    if options.draft is not None:
+        with naming_draft(options.draft):
+            draft, draft_tokenizer = load_with_tokenizer(options.draft, warn)
+        require_same_tokens(options.draft, draft_tokenizer, tokenizer)
+        draft.to(default_device())
     base = AdapterBase(model, tokenizer)
     stored_adapters = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
@@ -453,20 +459,6 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
         choice = options.tool_choice or AUTO
         tools = answer_tools(text, options.tools, choice, tokenizer, end_ids)
     return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter, tools, draft)
-
-
-def _load_draft(name: str, tokenizer: Tokenizer) -> Llama:
-    """Load the model that proposes tokens.
-
-    Raises:
-        InputRefused: it cannot be loaded, or its tokens are not those of the model.
-    """
-    draft, own_tokenizer = load_with_tokenizer(name, warn)
-    if own_tokenizer.pieces != tokenizer.pieces:
-        raise InputRefused(
-            f"--draft {name}: its tokens are not the model's: expected a model with the same tokenizer.json"
-        )
-    return draft.to(default_device())
 
 
 def _check_tool_flags(options: GenerateOptions) -> None:

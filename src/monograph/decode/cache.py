@@ -41,6 +41,7 @@ class KVCache:
         seen_blocks: int | None = None,
         pads_products: bool = False,
         kernels: "FastAttention | None" = None,
+        one_query_at_a_time: bool = False,
     ) -> None:
         """Take the tensors.
 
@@ -52,6 +53,8 @@ class KVCache:
             pads_products: see `cached_attention`.
             kernels: the kernels that compute attention where they can; `cached_attention` computes
                 the rest, or all if this is None.
+            one_query_at_a_time: whether the queries of a row are computed one after another, so that each
+                gets the bits of a step, which has a single query.
         """
         self.keys = keys
         self.values = values
@@ -59,6 +62,7 @@ class KVCache:
         self.seen_blocks = seen_blocks
         self.pads_products = pads_products
         self.kernels = kernels
+        self.one_query_at_a_time = one_query_at_a_time
 
     @classmethod
     def allocate(
@@ -133,7 +137,13 @@ class KVCache:
     def with_first_blocks(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
         return type(self)(
-            self.keys, self.values, self.recurrences, blocks, self.pads_products, self.kernels
+            self.keys,
+            self.values,
+            self.recurrences,
+            blocks,
+            self.pads_products,
+            self.kernels,
+            self.one_query_at_a_time,
         )
 
     def attend(
@@ -153,6 +163,17 @@ class KVCache:
             window: see `cached_attention`.
             sink_H: see `cached_attention`.
         """
+        queries = positions_BT.shape[1]
+        if self.one_query_at_a_time and queries > 1:
+            # A query sees no position after its own, so the later keys need not be written yet.
+            mixed = list[Tensor]()
+            for index in range(queries):
+                one = slice(index, index + 1)
+                heads_of_one = tuple(each[:, :, one] for each in heads)
+                mixed.append(
+                    self.attend(layer_index, heads_of_one, positions_BT[:, one], window, sink_H)
+                )
+            return torch.cat(mixed, dim=2)
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]

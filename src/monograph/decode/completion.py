@@ -345,7 +345,7 @@ def generator_for(
 ) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.
 
-    Keys and values take at most half of the free memory; those of the draft model come on top.
+    Keys and values, those of the draft model included, take at most half of the free memory.
 
     Raises:
         OutOfDeviceMemory: one row takes more than half of the free memory.
@@ -360,7 +360,7 @@ def generator_for(
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
     rows = rows_that_fit(
-        model, CacheSizes(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens"
+        model, CacheSizes(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens", draft
     )
     # All rows take a step at a time, so the number of steps depends on how often each row is filled.
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
@@ -397,7 +397,18 @@ def mode_for(steps: int, device: str, is_autocast: bool) -> Mode:
     return "eager" if is_autocast else "captured"
 
 
-def rows_that_fit(model: Llama, sizes: CacheSizes, max_rows: int, advice: str) -> int:
+def bytes_of_row(model: Llama, sizes: CacheSizes, draft: Llama | None = None) -> int:
+    """Return the bytes of the keys and values of one row, in the model and in its draft model."""
+    models = [model] if draft is None else [model, draft]
+    return sum(
+        KVCache.bytes_per_row(each.config, sizes.per_row, each.lm_head.weight.dtype, sizes.block)
+        for each in models
+    )
+
+
+def rows_that_fit(
+    model: Llama, sizes: CacheSizes, max_rows: int, advice: str, draft: Llama | None = None
+) -> int:
     """Return the number of rows of a cache that fit into half of the free memory.
 
     Args:
@@ -405,15 +416,14 @@ def rows_that_fit(model: Llama, sizes: CacheSizes, max_rows: int, advice: str) -
         sizes: the sizes of the cache.
         max_rows: the maximum number that is returned.
         advice: what the user can do if no row fits, for the error.
+        draft: a draft model, which has as many rows; None: there is none.
 
     Raises:
         OutOfDeviceMemory: one row does not fit.
     """
     # The other half is for logits, the sampler and the caller.
     half_bytes = describe().free_memory_bytes // 2
-    row_bytes = KVCache.bytes_per_row(
-        model.config, sizes.per_row, model.lm_head.weight.dtype, sizes.block
-    )
+    row_bytes = bytes_of_row(model, sizes, draft)
     if row_bytes > half_bytes:
         raise OutOfDeviceMemory(
             f"keys and values of {sizes.per_row:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the "

@@ -21,36 +21,42 @@ The keys and values of rejected proposals stay in both caches, after the row's l
 pass overwrites them. Attention multiplies them by 0, and 0 times NaN is NaN. So a rejected proposal whose
 keys or values are not finite ends the text, as a token of the text itself would.
 
+A pass may round otherwise than the steps that it replaces (`rounds_as_steps`). Whether it does decides how
+drafts can be switched off where they do not pay (`monograph.decode.draft_budget`): a text must not depend
+on what other texts do to a budget that it shares with them.
+
 Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from monograph.decode.adapter_bank import BASE_SLOT
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import SamplerRows, sample
+from monograph.decode.draft_budget import cost_of_pass
 from monograph.decode.knobs import Chain
-from monograph.decode.prompt_reader import PromptReader, PromptToRead, Wrap
+from monograph.decode.prompt_reader import Continuation, PromptReader, PromptToRead, Wrap
 from monograph.decode.step import DecodeStep, State, Status
 from monograph.device import tensor_on
 from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
 from monograph.model.llama import Llama
+from monograph.model.mixture import Mixture
+
+if TYPE_CHECKING:
+    from monograph.decode.fast_forward import FastForward
 
 # K, the number of tokens that are proposed at a time: its default, and its maximum.
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
-# In units of one ordinary step, a pass over proposed tokens takes 1 + PASS_COST, and each proposal takes
-# TOKEN_COST plus the size of the draft model relative to the model's. Measured on a CPU with one row
-# (dev/log.md).
-PASS_COST = 0.25
-TOKEN_COST = 0.1
-# In a generator with a single row, a text goes on without drafts once they have cost the time of this
-# many steps more than they saved.
-MAX_LOST_STEPS = 4.0
 # The stages of the model's chain that the draft model samples with, too.
 _TEMPERATURES = ("temperature", "dynamic_temperature")
 
@@ -64,6 +70,9 @@ class Drafter:
         cost: the estimated time of a pass with drafts, in ordinary steps.
         reader: reads prompts.
         cache: keys and values of the rows.
+        forward_kernels: computes the logits by kernels, where they can; None: the model's forward pass does.
+        one_token_B: bool, the rows that sample one token in a pass, whatever is proposed: the host must read
+            it before it knows which tokens may come next.
         previous_B: the token before the row's last one. If every proposal was accepted, the draft model
             has written this token, but not read it yet.
     """
@@ -122,30 +131,59 @@ class Drafter:
                 "the draft model has recurrent layers, whose state cannot be rolled back: expected one with "
                 "attention alone"
             )
+        self.forward_kernels: FastForward | None = None
+        self.one_token_B = torch.zeros(rows, dtype=torch.bool, device=weight.device)
         self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         self._vocabulary = vocabulary
         share = _weights_read(model) / _weights_read(target)
-        self.cost = 1 + PASS_COST + tokens * (share + TOKEN_COST)
+        self.cost = cost_of_pass(rows, tokens, share, weight.device.type)
 
-    def begin(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
-        """Read the prompts of texts that are about to begin in rows.
+    def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
+        """Choose the prompts that are read next; see `PromptReader.choose_prompts`."""
+        return self.reader.choose_prompts(map(_without_adapter, prompts))
 
-        A prompt that continues a row is read as a whole, too.
+    def rows_of(self, prompts: Iterable[PromptToRead]) -> list[int]:
+        """Return the reader's rows of these prompts; see `PromptReader.rows_of`."""
+        return self.reader.rows_of(map(_without_adapter, prompts))
+
+    def begin(
+        self, rows: Sequence[int], reader_rows: Sequence[int], prompts: Sequence[PromptToRead]
+    ) -> None:
+        """Begin texts in rows, with what the reader has read of their prompts.
+
+        Args:
+            rows: the rows.
+            reader_rows: the row of the reader's cache that each prompt is in.
+            prompts: the whole prompts.
         """
+        longest = max(len(prompt.ids) for prompt in prompts)
+        self.cache.copy_rows(rows, self.reader.cache, reader_rows, longest)
+        self._write_previous(rows, prompts)
+
+    def continue_rows(self, continuations: Sequence[Continuation]) -> None:
+        """Read the tokens of rows that the draft model has not read yet.
+
+        Args:
+            continuations: at most as many as the reader has rows.
+        """
+        continuations = [
+            each._replace(prompt=_without_adapter(each.prompt)) for each in continuations
+        ]
+        self.reader.continue_rows(self.cache, continuations)
+        rows = [each.row for each in continuations]
+        prompts = [each.prompt for each in continuations]
+        self.begin(rows, range(len(rows)), prompts)
+
+    def write_one_token(self, rows: Sequence[int], values: Sequence[bool]) -> None:
+        """Write `one_token_B` of rows."""
+        device = self.one_token_B.device
+        self.one_token_B.index_copy_(0, tensor_on(rows, device), tensor_on(values, device).bool())
+
+    def _write_previous(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
         device = self.previous_B.device
-        # The token before each prompt's last one; for a prompt of one token, that token.
+        # The token before each text's last one; for a text of one token, that token.
         before_last = [prompt.ids[-2:][0] for prompt in prompts]
         self.previous_B.index_copy_(0, tensor_on(rows, device), tensor_on(before_last, device))
-        to_read = list(zip(rows, prompts, strict=True))
-        # The reader takes as many prompts at a time as its cache has rows.
-        while to_read:
-            self.reader.choose_prompts(prompt for _, prompt in to_read)
-            self.reader.read_chunks()
-            reader_rows = self.reader.rows_of(prompt for _, prompt in to_read)
-            read = to_read[: len(reader_rows)]
-            del to_read[: len(reader_rows)]
-            longest = max(len(prompt.ids) for _, prompt in read)
-            self.cache.copy_rows([row for row, _ in read], self.reader.cache, reader_rows, longest)
 
     def propose(
         self, state: State, knobs: Mapping[str, Tensor], chain: Chain, blocks: int
@@ -158,7 +196,6 @@ class Drafter:
             chain: the chain of the model's step.
             blocks: how many blocks of the cache attention reads.
         """
-        cache = self.cache.with_first_blocks(blocks)
         stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
         own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
@@ -169,8 +206,7 @@ class Drafter:
         tokens_BT = torch.stack([self.previous_B, state.token_B], dim=1)
         positions_BT = torch.stack([state.position_B - 1, state.position_B], dim=1).clamp(min=0)
         for index in range(self.tokens):
-            hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
-            logits_BV = self.model.logits(hidden_BTD[:, -1])[:, : self._vocabulary]
+            logits_BV = self._logits(tokens_BT, positions_BT, blocks)[:, : self._vocabulary]
             position_B = state.position_B + 1 + index
             rows = SamplerRows(
                 seed_B=state.seed_B,
@@ -188,6 +224,18 @@ class Drafter:
             tokens_BT = token_B[:, None]
             positions_BT = position_B.clamp(max=last_slot)[:, None]
         return torch.stack(proposed, dim=1)
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, blocks: int) -> Tensor:
+        """Return the draft model's logits after the last of some tokens, [B, V]."""
+        kernels = self.forward_kernels
+        if kernels is not None and kernels.follows_autocast("cuda"):
+            logits_BTV = kernels.logits_of_columns(tokens_BT, positions_BT, self.cache, blocks)
+            if logits_BTV is not None:
+                return logits_BTV[:, -1]
+        cache = self.cache.with_first_blocks(blocks)
+        hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
+        logits_BV: Tensor = self.model.logits(hidden_BTD[:, -1])
+        return logits_BV
 
 
 class DraftedStep:
@@ -222,9 +270,60 @@ class DraftedStep:
             previous_B.copy_(torch.where(sampled_B, token_before_B, previous_B))
             if index < self.drafter.tokens:
                 is_other_B = state.token_B != proposed_BK[:, index]
-                waits_B = is_other_B & (status_B == running)
+                waits_B = (is_other_B | self.drafter.one_token_B) & (status_B == running)
                 status_B.copy_(torch.where(waits_B, waiting, status_B))
         status_B.copy_(torch.where(status_B == waiting, running, status_B))
+
+
+def rounds_as_steps(step: DecodeStep, tokens: int) -> bool:
+    """Return whether a pass over proposed tokens gives the bits of the steps that it replaces.
+
+    Libraries choose the kernel of a product by its number of rows, and kernels round differently. So this
+    is tried, with random tokens, keys and values, in a cache of its own.
+
+    Args:
+        step: the model's step.
+        tokens: K.
+
+    Returns:
+        False also where one trial would not show it: which rows an expert of a mixture computes depends on
+        the tokens, and what an adapter adds depends on adapters that may come later.
+    """
+    model = step.model
+    has_experts = any(isinstance(module, Mixture) for module in model.modules())
+    if has_experts or step.bank is not None:
+        return False
+    rows = len(step.state.token_B)
+    weight = model.lm_head.weight
+    block = step.cache.block
+    cache = KVCache.allocate(model.config, rows, block, weight.dtype, weight.device, block)
+    cache.kernels = step.cache.kernels
+    cache.one_query_at_a_time = step.cache.one_query_at_a_time
+    no_stages = Chain(stages=())
+    state = State.allocate(rows, block, step.vocabulary, 2, no_stages, weight.device)
+    trial = replace(step, cache=cache, state=state)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    shape = (rows, tokens + 1)
+    tokens_BS = torch.randint(step.vocabulary, shape, generator=generator).to(weight.device)
+    first = block - tokens - 1
+    state.token_B.copy_(tokens_BS[:, 0])
+    state.position_B.fill_(first)
+    with torch.no_grad():
+        pass_BSV = trial.logits_of_proposed(tokens_BS[:, 1:], 1)
+        for column in range(tokens + 1):
+            state.token_B.copy_(tokens_BS[:, column])
+            state.position_B.fill_(first + column)
+            if not torch.equal(trial.logits_of_step(1), pass_BSV[:, column]):
+                return False
+    return True
+
+
+def _without_adapter(prompt: PromptToRead) -> PromptToRead:
+    """Return a prompt without the adapter of its request, which the draft model does not have."""
+    reuse_key = prompt.reuse_key._replace(adapter=BASE_SLOT, slot_write=0)
+    return prompt._replace(reuse_key=reuse_key)
 
 
 def _weights_read(model: Llama) -> int:

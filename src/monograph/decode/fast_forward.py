@@ -280,6 +280,31 @@ class FastForward:
             return head.with_own_rows(logits_BV, model.model.norm(hidden_BD))
         return logits_BV
 
+    def logits_of_columns(
+        self, tokens_BS: Tensor, positions_BS: Tensor, cache: "KVCache", blocks: int
+    ) -> Tensor | None:
+        """Return the logits after several tokens per row, [B, S, V], in the bits of S steps.
+
+        Products compute all tokens at once, as if each were a row. They give a row the same bits in any
+        number of rows that one tile has. Attention has a launch for each column, since a token's keys and
+        values must be written before the next token of its row attends to them.
+
+        Args:
+            tokens_BS: the tokens, int64.
+            positions_BS: their positions, int64, ascending in a row.
+            cache: the cache of the rows, whose layers all have attention.
+            blocks: how many blocks of the cache attention reads, from the first on.
+
+        Returns:
+            None: there are more tokens than a tile has rows, so that the model's own forward pass is faster.
+        """
+        if tokens_BS.numel() > ROWS:
+            return None
+        rows, columns = tokens_BS.shape
+        # Column after column, so that a column's rows are contiguous.
+        logits_RV = self.logits(tokens_BS.T.flatten(), positions_BS.T.flatten(), cache, blocks)
+        return logits_RV.view(columns, rows, -1).transpose(0, 1)
+
     def follows_autocast(self, device_type: str) -> bool:
         """Return whether the kernels compute in the dtypes in which the model's forward pass would now.
 
@@ -407,24 +432,31 @@ class FastForward:
             query_norm, key_norm = norms
             q_gain_2F = query_norm.gain_K
             k_gain_2F = key_norm.gain_K
-        mixed_BX: Tensor = attend(
-            qkv_BX,
-            cache.keys[index],
-            cache.values[index],
-            position_B,
-            self._counters_BJ,
-            blocks,
-            heads,
-            config.head_dim**-0.5,
-            cos_BF=cos_BF,
-            sin_BF=sin_BF,
-            q_gain_E=q_gain_2F,
-            k_gain_E=k_gain_2F,
-            eps=config.rms_norm_eps,
-            is_centred=isinstance(q_norm, CentredRMSNorm),
-            sink_H=attention.sinks,
-            window=config.window(index),
-        )
+        mixed = list[Tensor]()
+        # A launch computes one token per row of the cache (`logits_of_columns`).
+        cache_rows = cache.keys[index].shape[1]
+        for begin in range(0, len(position_B), cache_rows):
+            column = slice(begin, begin + cache_rows)
+            mixed_column: Tensor = attend(
+                qkv_BX[column],
+                cache.keys[index],
+                cache.values[index],
+                position_B[column],
+                self._counters_BJ,
+                blocks,
+                heads,
+                config.head_dim**-0.5,
+                cos_BF=None if cos_BF is None else cos_BF[column],
+                sin_BF=None if sin_BF is None else sin_BF[column],
+                q_gain_E=q_gain_2F,
+                k_gain_E=k_gain_2F,
+                eps=config.rms_norm_eps,
+                is_centred=isinstance(q_norm, CentredRMSNorm),
+                sink_H=attention.sinks,
+                window=config.window(index),
+            )
+            mixed.append(mixed_column)
+        mixed_BX = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         if attention.is_gated:
             mixed_BX = multiply_by_gates(mixed_BX, projected_BX, heads)
         return self._multiply(mixed_BX, [attention.o_proj], residual_BN=hidden_BD)

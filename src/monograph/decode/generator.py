@@ -12,8 +12,8 @@ tokens do not depend on its row, the other rows, the time at which the request c
 steps of a block.
 
 A request may keep its row after its end, so that a later request can continue in it, like the next
-turn of a conversation. The model then reads only the new tokens of the later request's prompt. A draft
-model rereads the whole prompt. A step may round differently from a pass over a prompt, unless
+turn of a conversation. The model then reads only the new tokens of the later request's prompt, and so does a
+draft model. A step may round differently from a pass over a prompt, unless
 `CacheSizes.pads_products` is set. Then the log-probabilities of the continuation differ by rounding from
 those after the same prompt in a fresh row.
 
@@ -36,7 +36,8 @@ from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
-from monograph.decode.draft import DRAFT_TOKENS, MAX_LOST_STEPS, DraftedStep, Drafter
+from monograph.decode.draft import DRAFT_TOKENS, DraftedStep, Drafter, rounds_as_steps
+from monograph.decode.draft_budget import MAX_LOST_STEPS, DraftBudget
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import (
@@ -69,6 +70,8 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
+# When tokens are proposed; see `Generator.drafts`.
+DraftUse = Literal["while they pay", "always", "never"]
 # The prompt of a row that has no prompt's keys and values.
 _NO_PROMPT = PromptToRead(())
 
@@ -118,6 +121,12 @@ class Generator:
             their keys and values.
         drafted_passes: the number of passes over proposed tokens, summed over the rows.
         drafted_tokens: how many tokens these passes gave.
+        drafts: when tokens are proposed. "while they pay": steps go on without drafts where these cost more
+            than they save, by count (`monograph.decode.draft_budget`). With a single row, each text has
+            a budget of its own. Several rows share one, so that a pass must give them the bits of steps
+            (`rounds_as_steps`): else a text would depend on the others. "always": with several rows, a pass
+            rounds otherwise. "never": there is no draft model, or `rehearse_drafts` has found that it does
+            not pay.
     """
 
     def __init__(
@@ -193,6 +202,7 @@ class Generator:
         # the next one is written (`Outbox`).
         lines = self.pace.steps
         self.drafter: Drafter | None = None
+        self.drafts: DraftUse = "never"
         if draft is not None:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
@@ -203,7 +213,8 @@ class Generator:
             self.drafter = Drafter(
                 draft.eval(), model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
             )
-            lines = max(lines, 1 + draft_tokens)
+            lines = max(lines, self._passes_of_block(lines) * (1 + draft_tokens))
+            self.drafts = "while they pay"
         self.state = State.allocate(
             rows, self.slots, vocabulary, 2 * lines, self.chain, weight.device
         )
@@ -240,6 +251,8 @@ class Generator:
             # kernels do not give.
             if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
+                if draft is not None and self.drafter is not None:
+                    self.drafter.forward_kernels = fast_forward(draft, rows)
 
         def new_step(chain: Chain) -> DecodeStep:
             return DecodeStep(
@@ -258,6 +271,7 @@ class Generator:
         # Steps are made only for the given chains if a step takes long to make, which it does if it is
         # compiled or captured, and if there is a single chain, which is then meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
+        self._new_step = new_step
         self.steps = Steps(
             chains, lambda chain: wrap(new_step(chain).__call__), recorder, only_given_chains
         )
@@ -281,6 +295,16 @@ class Generator:
         self.reused = 0
         self.drafted_passes = 0
         self.drafted_tokens = 0
+        # The budget that several rows share.
+        self._draft_budget = DraftBudget()
+        # Whether it is known that a pass over proposed tokens rounds as steps do.
+        self._knows_rounding = rows == 1
+        # The rows of which the draft model has not read all tokens, since steps ran without it: how many first
+        # tokens of the row's text it has read at least.
+        self._unread_by_draft: dict[int, int] = {}
+        # Whether the next block waits until the host has read the one before, because the draft model must
+        # read what that one has written.
+        self._must_read = False
         # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
         # step: it writes a key and a value at its position, and attends to the positions up to there. So
         # `_free` moves it to the last position, which no prompt reaches. With a sliding window that is
@@ -346,10 +370,6 @@ class Generator:
             raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         if request.continues is not None:
             self._require_kept(request.continues, request)
-        if request.host_constraint is not None and self.drafter is not None:
-            raise UsageError(
-                "a draft: the host follows the constraint token by token, so none can be proposed"
-            )
         number = self._submitted
         self._submitted += 1
         entry = WaitingRequest(number, request, smallest_chain, knobs)
@@ -468,7 +488,7 @@ class Generator:
         mask_count = self._write_masks()
         launched = self._launch_block(limit=1 if mask_count else None)
         blocks_to_read = [self._unread]
-        if self.reads_behind and not mask_count:
+        if self.reads_behind and not mask_count and not self._must_read:
             self._unread = launched
         else:
             self._unread = None
@@ -515,13 +535,23 @@ class Generator:
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
         while self._free_rows and self._queue and self._move_startable_to_front():
             self._choose_prompts()
-            chunks_read = self.reader.read_chunks(chunks_left)
-            if chunks_left is not None:
-                chunks_left -= chunks_read
-            if not self.reader.is_finished:
+            is_finished = True
+            for reader in self._readers():
+                chunks_read = reader.read_chunks(chunks_left)
+                if chunks_left is not None:
+                    chunks_left -= chunks_read
+                is_finished &= reader.is_finished
+            if not is_finished:
                 break
             self._place_requests()
         self.prefill_s += clock() - began
+
+    def _readers(self) -> list[PromptReader]:
+        """Return what reads prompts: the model's reader, and that of the draft model while it is used."""
+        readers = [self.reader]
+        if self.drafter is not None and not self._drafts_pause():
+            readers.append(self.drafter.reader)
+        return readers
 
     def _move_startable_to_front(self) -> bool:
         """Move a request that can start now to the front of the queue; return whether there is one.
@@ -543,14 +573,25 @@ class Generator:
     def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
         is_new = self.reader.choose_prompts(self._prompt_of(entry.request) for entry in self._queue)
+        is_new_to_draft = False
+        if self.drafter is not None and not self._drafts_pause():
+            is_new_to_draft = self.drafter.choose_prompts(
+                self._prompt_of(entry.request) for entry in self._queue
+            )
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
-        if is_new and self.reader.rows == 1:
+        if (is_new or is_new_to_draft) and self.reader.rows == 1:
             prompt = self._prompt_of(self._queue.first.request)
             # The row that shares the most tokens with the prompt.
             common_tokens, row = max(
                 (self._count_common_tokens(row, prompt), row) for row in range(self.rows)
             )
-            self.reused += self.reader.copy_first_chunks(self.cache, row, common_tokens)
+            if is_new:
+                self.reused += self.reader.copy_first_chunks(self.cache, row, common_tokens)
+            if self.drafter is not None and is_new_to_draft:
+                read_tokens = self._unread_by_draft.get(row, common_tokens)
+                self.drafter.reader.copy_first_chunks(
+                    self.drafter.cache, row, min(common_tokens, read_tokens)
+                )
 
     def _startable_requests(self) -> Iterator[Request]:
         """Yield the first waiting requests, at most as many as there are free rows."""
@@ -587,6 +628,11 @@ class Generator:
         """
         # The requests whose prompts the reader has are the first `len(reader_rows)` of the queue.
         reader_rows = self.reader.rows_of(map(self._prompt_of, self._startable_requests()))
+        draft_rows: list[int] | None = None
+        if self.drafter is not None and not self._drafts_pause():
+            draft_rows = self.drafter.rows_of(map(self._prompt_of, self._startable_requests()))
+            # After an error in between, the two readers may have chosen different prompts.
+            del reader_rows[len(draft_rows) :]
         automaton_states = list[tuple[int, int]]()
         for request in itertools.islice(self._startable_requests(), len(reader_rows)):
             states = self._acquire_automata(request)
@@ -595,8 +641,20 @@ class Generator:
             automaton_states.append(states)
         count = len(automaton_states)
         rows = self._free_rows[:count]
-        requests = [*itertools.islice(self._startable_requests(), count)]
-        self._begin_drafts(rows, requests)
+        if self.drafter is not None and draft_rows:
+            requests = [*itertools.islice(self._startable_requests(), count)]
+            try:
+                self.drafter.begin(rows, draft_rows[:count], list(map(self._prompt_of, requests)))
+            except BaseException:
+                # The requests stay where they wait, without their automata.
+                for request in requests:
+                    self._release_automata(request)
+                raise
+        for row in rows:
+            if draft_rows is not None:
+                self._unread_by_draft.pop(row, None)
+            else:
+                self._unread_by_draft[row] = 0
         del self._free_rows[:count]
         entries = [self._queue.take() for _ in rows]
         self._begin_requests(rows, reader_rows[:count], entries, automaton_states)
@@ -621,29 +679,27 @@ class Generator:
             ]
             try:
                 self.reader.continue_rows(self.cache, continuations)
+                if self.drafter is not None and not self._drafts_pause():
+                    # A row's last token but one may not have been read by the draft model (`previous_B`).
+                    self.drafter.continue_rows(
+                        [
+                            each._replace(
+                                known=self._unread_by_draft.get(each.row, max(0, each.known - 1))
+                            )
+                            for each in continuations
+                        ]
+                    )
             except BaseException:
                 for entry in entries:
                     self._release_automata(entry.request)
                 raise
-            self._begin_drafts(rows, [entry.request for entry in entries])
+            for each in continuations:
+                if self._drafts_pause():
+                    self._unread_by_draft.setdefault(each.row, max(0, each.known - 1))
+                else:
+                    self._unread_by_draft.pop(each.row, None)
             del self._continuing[:count]
             self._begin_requests(rows, range(count), entries, automaton_states)
-
-    def _begin_drafts(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
-        """Let the draft model read the prompts of requests that are about to begin in rows.
-
-        It reads whole prompts, also those that continue a row.
-
-        An error leaves the requests where they wait, without their automata.
-        """
-        if self.drafter is None:
-            return
-        try:
-            self.drafter.begin(rows, [self._prompt_of(request) for request in requests])
-        except BaseException:
-            for request in requests:
-                self._release_automata(request)
-            raise
 
     def _begin_requests(
         self,
@@ -671,6 +727,9 @@ class Generator:
         ]
         # The values of all requests are written together, so that there is one copy for each tensor.
         write_rows(vars(self.state) | self.knobs, rows, values)
+        if self.drafter is not None:
+            follows = [isinstance(entry.request.constraint, HostText) for entry in entries]
+            self.drafter.write_one_token(rows, follows)
 
     def _begin_request(
         self, row: int, entry: WaitingRequest, automaton_states: tuple[int, int]
@@ -781,27 +840,33 @@ class Generator:
         """Start a block of steps and return it; None if no row needs a step.
 
         Args:
-            limit: the maximum number of lines that it writes, unless a single step writes more; None:
-                that of the pace.
+            limit: the maximum number of steps; None: that of the pace.
         """
         running = [record for record in self._records if record is not None]
         # Whether a request waits for a row, or for its first token.
         is_awaited = self._queue or not all(record.launched for record in running)
-        max_lines = self.pace.steps_while_waiting if is_awaited else self.pace.steps
+        max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         if limit is not None:
-            max_lines = min(max_lines, limit)
+            max_steps = min(max_steps, limit)
         needed_lines = max((record.limit - record.launched for record in running), default=0)
         if needed_lines <= 0:
             return None
         steps = self.steps
         lines_of_step = 1
-        if self.drafted_steps is not None and not self._drafts_lose():
-            assert self.drafter is not None
+        count = min(max_steps, needed_lines)
+        uses_drafts = self._prepare_drafts()
+        if uses_drafts:
+            assert self.drafter is not None and self.drafted_steps is not None
             steps = self.drafted_steps
             lines_of_step = 1 + self.drafter.tokens
-        # There is at least one step, even if its drafts take more lines than the pace allows or the
-        # texts still need.
-        count = max(1, min(max_lines, needed_lines) // lines_of_step)
+            # A text needs at least this many passes.
+            needed_passes = math.ceil(needed_lines / lines_of_step)
+            passes_of_ring = self.outbox.half_lines // lines_of_step
+            count = min(self._passes_of_block(max_steps), needed_passes, passes_of_ring)
+        elif self.drafter is not None:
+            self._leave_drafts_behind()
+            if self.rows > 1:
+                self._draft_budget.count_steps(count)
         lines = count * lines_of_step
         # In every row, attention reads as many blocks of the cache as the longest row needs. The
         # additional blocks do not change a bit of the shorter rows.
@@ -907,6 +972,8 @@ class Generator:
         events = list[Event]()
         ended = list[int]()
         freed = list[int]()
+        # What drafts have cost more than saved in this block, for each row, in steps.
+        draft_losses = list[float]()
         for row, record in enumerate(block.records):
             # If the row has another record now, the block was launched before the host had read how the
             # request of this record ended, or that it needs "search".
@@ -914,6 +981,8 @@ class Generator:
                 continue
             tokens, token_lines, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
+            if self.drafter is not None:
+                record.token_ids += tokens
             # The lines of the block in which the row has no token.
             record.launched -= block.lines - len(tokens)
             if block.lines_of_step > 1:
@@ -922,7 +991,7 @@ class Generator:
                 passes = block.lines // block.lines_of_step
                 if status != Status.RUNNING:
                     passes = math.ceil(used_lines / block.lines_of_step)
-                self._count_drafts(record, passes, len(tokens))
+                draft_losses.append(self._count_drafts(record, passes, len(tokens)))
             finish = FINISHES.get(status)
             if self._follow(record, tokens):
                 # If the step did without the automaton, the device does not know that the text is over.
@@ -956,27 +1025,135 @@ class Generator:
                     ids = [ids_of_rows[row][line] for line in token_lines]
                     logprobs = read_log_probabilities(values, ids, likeliest_count)
                 events.append(Event(record.number, tokens, finish, logprobs))
+        if draft_losses and self.rows > 1:
+            self._draft_budget.count_passes(sum(draft_losses) / len(draft_losses), 0)
         if ended:
             self._end_requests(ended)
         if freed:
             self._free(freed)
         return events
 
-    def _drafts_lose(self) -> bool:
-        """Return whether drafts have cost too much time, so that the text goes on without them.
+    # ── drafts ────────────────────────────────────────────────────────────────────────────────
 
-        This is so only for a single row. With several rows, a text would otherwise depend on the others.
+    def settle_drafts(self) -> None:
+        """Find out, before the first request, how drafts can be switched off where they do not pay.
+
+        If a pass rounds as steps do once its queries are computed one after another, they are.
         """
-        record = self._records[0]
-        return self.rows == 1 and record is not None and record.lost_steps > MAX_LOST_STEPS
+        if self.rows == 1 or self.drafts != "while they pay":
+            return
+        for one_at_a_time in (False, True):
+            self.cache.one_query_at_a_time = one_at_a_time
+            if self._pass_rounds_as_steps():
+                break
+        else:
+            self.cache.one_query_at_a_time = False
+            self.drafts = "always"
+        self._knows_rounding = True
 
-    def _count_drafts(self, record: RowRecord, passes: int, tokens: int) -> None:
-        """Count what passes over proposed tokens gave a row."""
+    def rehearse_drafts(self, requests: Sequence[Request]) -> None:
+        """Write texts before the first request, and propose no tokens afterwards if that did not pay.
+
+        With `drafts` "always", drafts cannot be switched off between texts, but before all of them.
+
+        Args:
+            requests: the texts, as many as there are rows.
+        """
+        for request in requests:
+            self.submit(request)
+        for _ in self.run():
+            pass
+        assert self.drafter is not None
+        if self.drafted_tokens < self.drafted_passes * self.drafter.cost:
+            self.drafts = "never"
+        self._draft_budget = DraftBudget()
+        self.drafted_passes = 0
+        self.drafted_tokens = 0
+
+    def _pass_rounds_as_steps(self) -> bool:
+        """Return whether a pass over proposed tokens gives every row the bits of steps."""
+        assert self.drafter is not None
+        # The trial would have to be compiled, too.
+        if self.compiled:
+            return False
+        return rounds_as_steps(self._new_step(self.chain), self.drafter.tokens)
+
+    def _drafts_pause(self) -> bool:
+        """Return whether steps go on without drafts."""
+        if self.drafts == "never":
+            return True
+        if self.rows == 1:
+            # For a text alone, drafts end for good.
+            record = self._records[0]
+            return record is not None and record.draft_budget.lost_steps > MAX_LOST_STEPS
+        budget = self._draft_budget
+        if budget.lost_steps > MAX_LOST_STEPS and not self._knows_rounding:
+            self._knows_rounding = True
+            if not self._pass_rounds_as_steps():
+                self.drafts = "always"
+        if self.drafts == "always":
+            return False
+        if budget.lost_steps > MAX_LOST_STEPS:
+            budget.is_spent = True
+        return budget.is_spent
+
+    def _prepare_drafts(self) -> bool:
+        """Return whether the next block uses drafts, after the draft model has read what it lacks.
+
+        It reads as many chunks as the pace allows, and at least one in each row, which is more than a block
+        of steps adds. Until it has read everything, steps go on without it.
+        """
+        self._must_read = False
+        if self.drafter is None or self._drafts_pause():
+            return False
+        behind = {
+            row: self._unread_by_draft[row]
+            for row, record in enumerate(self._records)
+            if record is not None and row in self._unread_by_draft
+        }
+        if behind and self._unread is not None:
+            self._must_read = True
+            return False
+        is_ready = True
+        for row, known in behind.items():
+            record = self._records[row]
+            assert record is not None
+            text = record.request.prompt_ids + tuple(record.token_ids)
+            end = len(text)
+            if self.pace.max_chunks is not None:
+                chunks = max(1, self.pace.max_chunks // len(behind))
+                # The reader does not read a prompt's last token.
+                end = min(end, known + chunks * self.drafter.reader.chunk + 1)
+            self.drafter.continue_rows([Continuation(row, known, PromptToRead(text[:end]))])
+            if end < len(text):
+                self._unread_by_draft[row] = end - 1
+                is_ready = False
+            else:
+                del self._unread_by_draft[row]
+        return is_ready
+
+    def _leave_drafts_behind(self) -> None:
+        """Note which tokens the draft model has read, before a block of steps without it."""
+        for row, record in enumerate(self._records):
+            if record is not None:
+                # It has read all tokens before the last one, except that before the last one itself
+                # (`Drafter.previous_B`).
+                known = len(record.request.prompt_ids) + record.received - 2
+                self._unread_by_draft.setdefault(row, max(0, known))
+
+    def _passes_of_block(self, max_steps: int) -> int:
+        """Return how many passes over proposed tokens take the time of this many steps; at least 1."""
+        assert self.drafter is not None
+        return max(1, int(max_steps / self.drafter.cost))
+
+    def _count_drafts(self, record: RowRecord, passes: int, tokens: int) -> float:
+        """Count what passes over proposed tokens gave a row; return what they lost, in steps."""
         self.drafted_passes += passes
         self.drafted_tokens += tokens
         assert self.drafter is not None
-        lost_steps = record.lost_steps + passes * self.drafter.cost - tokens
-        record.lost_steps = max(0.0, lost_steps)
+        cost = passes * self.drafter.cost
+        record.draft_budget.count_passes(cost, tokens)
+        return cost - tokens
 
 
 def _chunk_length(model: Llama, sizes: CacheSizes) -> int:

@@ -6,13 +6,14 @@ are started together.
 Shapes: V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from monograph.automata import Automaton
 from monograph.automata.on_host import HostConstraint
+from monograph.decode.draft_budget import DraftBudget
 from monograph.decode.knobs import Chain
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import Status
@@ -118,8 +119,9 @@ class RowRecord:
         automaton_state: the state of its constraint after the tokens that the host has read. It is not
             kept up to date if the host reads a block while the next one runs (`Generator.reads_behind`).
         is_ahead: whether `automaton_state` is further than the row's state on the device.
-        lost_steps: how much more time drafts have cost than saved since this was last 0, in units of one
-            step (`monograph.decode.draft`).
+        draft_budget: what drafts have cost this text.
+        token_ids: the tokens that the host has read, kept only where there is a draft model, which may have
+            to read them later.
         needs_search: whether its steps use the exact truncation "search". They do after a step with the
             status UNDECIDED. The record is then replaced by a new one, so that the host recognises blocks
             that were launched before, and skips their codes for this row.
@@ -133,7 +135,8 @@ class RowRecord:
     received: int = 0
     automaton_state: int = 0
     is_ahead: bool = False
-    lost_steps: float = 0.0
+    draft_budget: DraftBudget = field(default_factory=DraftBudget)
+    token_ids: list[int] = field(default_factory=list)
     needs_search: bool = False
 
 
@@ -157,11 +160,14 @@ class Pace(NamedTuple):
     """How the device's time is divided between running requests and requests that wait for a row.
 
     Attributes:
-        steps: the maximum number of steps of a block. The host reads tokens only between blocks.
+        steps: the maximum number of steps of a block. The host reads tokens only between blocks. With
+            drafts, a block has as many passes over proposed tokens as take the time of these steps, by
+            count, and at least one.
         steps_while_waiting: the maximum number of steps of a block while a request waits for a row
             or for its first token.
-        max_chunks: the maximum number of chunks of prompts that are read between two blocks; None:
-            no maximum. If n times as many requests can start as are running, it is multiplied by n.
+        max_chunks: the maximum number of chunks of prompts that are read between two blocks, those of a
+            draft model included; None: no maximum. If n times as many requests can start as are running, it
+            is multiplied by n.
     """
 
     steps: int

@@ -359,7 +359,7 @@ class DecodeStep:
             hidden_BD: the final hidden states of the rows' last tokens; None: the model computes
                 them.
         """
-        self.sample_after(self._logits(blocks, hidden_BD), truncation, follow_automata)
+        self.sample_after(self.logits_of_step(blocks, hidden_BD), truncation, follow_automata)
 
     def sample_after(
         self, logits_BV: Tensor, truncation: Truncation, follow_automata: bool
@@ -424,6 +424,15 @@ class DecodeStep:
         columns_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         # What is proposed after a row's last position is written to the last slot, which no query reads.
         positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
+        kernels = self.forward_kernels
+        if kernels is not None and kernels.follows_autocast("cuda"):
+            adapter_R = state.adapter_B.repeat(tokens_BS.shape[1])
+            with rows_with_adapters(self.bank, adapter_R):
+                by_kernels_BSV = kernels.logits_of_columns(
+                    tokens_BS, positions_BS, self.cache, blocks
+                )
+            if by_kernels_BSV is not None:
+                return by_kernels_BSV
         with rows_with_adapters(self.bank, state.adapter_B):
             hidden_BSD = self.model(
                 tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)
@@ -431,7 +440,7 @@ class DecodeStep:
             logits_BSV: Tensor = self.model.logits(hidden_BSD)
         return logits_BSV
 
-    def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
+    def logits_of_step(self, blocks: int, hidden_BD: Tensor | None = None) -> Tensor:
         """Return the logits after each row's last token, [B, V]; see `__call__`."""
         state = self.state
         kernels = self.forward_kernels

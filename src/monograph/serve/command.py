@@ -14,6 +14,7 @@ import uvicorn
 
 from monograph import interrupts
 from monograph.decode.completion import MAX_ROWS
+from monograph.decode.generator import DraftUse
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, text_of_error
 from monograph.report.quantities import counted
@@ -53,6 +54,7 @@ def run(
     adapter_dir: Path | None = None,
     adapter_slots: int | None = None,
     adapter_rank: int | None = None,
+    draft: str | None = None,
 ) -> None:
     """Serve a run's newest checkpoint or a folder's model; see the command line's help."""
     # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
@@ -78,7 +80,7 @@ def run(
         )
     room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
     max_rows = rows or MAX_ROWS[default_device().type]
-    source = Source(run, max_rows, warn, room)
+    source = Source(run, max_rows, warn, room, draft)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening_socket(host, port) as listener:
@@ -258,12 +260,28 @@ def _print_ready(version: Version, host: str, port: int, needs_key: bool) -> Non
         adapters = ", ".join(version.bank.slots) or "none yet"
         room = f"room for {version.bank.capacity} of rank {version.bank.rank} or less"
         _say(f"adapters: {adapters}; {room}, {version.bank.nbytes / 2**20:,.0f} MiB")
+    if version.draft is not None:
+        _say(f"drafts: {_DRAFT_WORDS[version.drafts]}")
     print(
         f"ready     {address}   {version.id}: {version.capacity}; {template}\n"
         f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {access}\n"
         "          a request with a seed always gets the same text, however busy the server is",
         flush=True,
     )
+
+
+# When a version uses drafts, in words.
+_DRAFT_WORDS: dict[DraftUse, str] = {
+    "while they pay": "used while they save time, by count",
+    "always": (
+        "used in all passes, since they paid in a rehearsal, and since with this number of rows (--rows) they "
+        "cannot be switched off without changing how texts are rounded"
+    ),
+    "never": (
+        "not used: they did not pay in a rehearsal, and with this number of rows (--rows) they cannot be switched "
+        "off later without changing how texts are rounded"
+    ),
+}
 
 
 def _say(line: str) -> None:

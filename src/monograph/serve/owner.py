@@ -22,15 +22,15 @@ import torch
 
 from monograph.decode.adapter_bank import rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables
-from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.completion import rows_that_fit
+from monograph.decode.cache import CacheSizes
+from monograph.decode.completion import bytes_of_row, rows_that_fit
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import STAGES, Chain, chain_of
 from monograph.decode.request import Event, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS
 from monograph.device import describe
-from monograph.errors import MonographError
+from monograph.errors import InputRefused, MonographError
 from monograph.evaluation.choices import TokenScore, score_tokens
 from monograph.model.llama import Llama
 from monograph.serve.requests import MAX_BIASES, MAX_LOGPROBS
@@ -43,6 +43,8 @@ MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
 BLOCK_STEPS = {"cuda": 16, "cpu": 1}
 STEPS_WHILE_WAITING = 4
 MAX_PROMPT_CHUNKS = 2
+# The tokens of each text of a rehearsal (`_rehearsal`).
+REHEARSED_TOKENS = 64
 # Options of the sampler with the filters that most requests use. Their values do not matter here.
 _FILTER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
 # Options that turn every stage of the sampler on (those of its examples), with the longest list of biases.
@@ -83,17 +85,16 @@ def serving_chains(logprobs: int) -> list[Chain]:
     ]
 
 
-def positions_per_row(model: Llama, rows: int) -> int:
+def positions_per_row(model: Llama, rows: int, draft: Llama | None = None) -> int:
     """Return how many positions each row may have, so that `rows` rows take at most half of the free memory.
 
     This is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
-    If the rows do not fit even then, the caller takes fewer of them.
+    If the rows do not fit even then, the caller takes fewer of them. A draft model has as many rows.
     """
     positions = model.config.max_position_embeddings
     half_bytes = describe().free_memory_bytes // 2
-    dtype = model.lm_head.weight.dtype
     while positions // 2 >= MIN_POSITIONS:
-        if rows * KVCache.bytes_per_row(model.config, positions, dtype) <= half_bytes:
+        if rows * bytes_of_row(model, CacheSizes(positions), draft) <= half_bytes:
             break
         positions //= 2
     return positions
@@ -155,12 +156,16 @@ class OwnerCounts(NamedTuple):
         sampled_tokens: tokens that were sampled.
         blocks: the number of rounds in which each decoder that had requests ran a block.
         reused_tokens: tokens of prompts whose keys and values were known from an earlier prompt.
+        drafted_passes: passes over proposed tokens, summed over the rows.
+        drafted_tokens: tokens that these passes gave.
         running_rows: rows in use at present.
     """
 
     sampled_tokens: int = 0
     blocks: int = 0
     reused_tokens: int = 0
+    drafted_passes: int = 0
+    drafted_tokens: int = 0
     running_rows: int = 0
 
 
@@ -186,15 +191,26 @@ class _Decoder:
         """Make a decoder of at most `rows` rows.
 
         The version's attributes `rows` and `context` are set to what fits into the memory.
+
+        Raises:
+            InputRefused: the draft model has fewer positions than a row.
+            OutOfDeviceMemory: not even one row fits.
+            UsageError: one of the two models cannot be used with drafts.
         """
         model = version.model
+        draft = version.draft
         vocabulary = version.tokenizer.vocab_size
         device = model.lm_head.weight.device
         block_steps = BLOCK_STEPS[device.type]
-        version.context = positions_per_row(model, rows)
+        version.context = positions_per_row(model, rows, draft)
+        if draft is not None and draft.config.max_position_embeddings < version.context:
+            raise InputRefused(
+                f"--draft: it has {draft.config.max_position_embeddings:,} positions, and a row of the model "
+                f"{version.context:,}: expected a model with as many"
+            )
         cache_sizes = CacheSizes(version.context)
         advice = "serve a model with fewer positions"  # for the error if not even one row fits
-        version.rows = rows_that_fit(model, cache_sizes, rows, advice)
+        version.rows = rows_that_fit(model, cache_sizes, rows, advice, draft)
         self.texts = dict[int, ServedText]()
         self.sampled_tokens = 0
         self.generator = Generator(
@@ -210,7 +226,22 @@ class _Decoder:
                 steps_while_waiting=min(STEPS_WHILE_WAITING, block_steps),
                 max_chunks=MAX_PROMPT_CHUNKS,
             ),
+            draft=draft,
         )
+
+    def warm_up(self, version: Version, go_on: Callable[[], None]) -> None:
+        """Capture the generator's graphs, and decide when it uses drafts (`Version.drafts`).
+
+        Args:
+            version: the version.
+            go_on: see `Generator.warm_up`.
+        """
+        generator = self.generator
+        generator.settle_drafts()
+        generator.warm_up(go_on)
+        if generator.drafts == "always":
+            generator.rehearse_drafts(_rehearsal(version))
+        version.drafts = generator.drafts
 
     def advance(self) -> list[tuple[ServedText, Event]]:
         """Run a block of steps; return the events to deliver, each with its text."""
@@ -260,8 +291,7 @@ class Owner:
         self._score_jobs: deque[_ScoreJob] = deque()
         self._decoders: dict[Version, _Decoder] = {}
         # The counts of versions that were dropped. The totals include them, so that they never decrease.
-        self._dropped_sampled_tokens = 0
-        self._dropped_reused_tokens = 0
+        self._dropped = OwnerCounts()
         # Why the thread has ended; None while it runs.
         self._end_error: Exception | None = None
         # Whether `end` was called.
@@ -278,7 +308,7 @@ class Owner:
 
         def make_decoder() -> None:
             decoder = _Decoder(version, self._rows)
-            decoder.generator.warm_up(self._require_not_ending)
+            decoder.warm_up(version, self._require_not_ending)
             self._decoders[version] = decoder
 
         await self.call(make_decoder)
@@ -287,9 +317,7 @@ class Owner:
         """Free the memory of a version that no text uses any more."""
 
         def free_decoder() -> None:
-            decoder = self._decoders.pop(version)
-            self._dropped_sampled_tokens += decoder.sampled_tokens
-            self._dropped_reused_tokens += decoder.generator.reused
+            self._dropped = _with_decoder(self._dropped, self._decoders.pop(version))
 
         self._call_in_thread(free_decoder)
 
@@ -444,21 +472,43 @@ class Owner:
 
     def _update_counts(self, ran_block: bool) -> None:
         """Set `counts`, after a round in which decoders have run a block or not."""
-        sampled_tokens = self._dropped_sampled_tokens
-        reused_tokens = self._dropped_reused_tokens
+        counts = self._dropped
         running_rows = 0
         for decoder in self._decoders.values():
-            sampled_tokens += decoder.sampled_tokens
-            reused_tokens += decoder.generator.reused
+            counts = _with_decoder(counts, decoder)
             running_rows += decoder.generator.running
         blocks = self.counts.blocks + (1 if ran_block else 0)
         # One assignment of a new object, because the event loop's thread may read it at any time.
-        self.counts = OwnerCounts(sampled_tokens, blocks, reused_tokens, running_rows)
+        self.counts = counts._replace(blocks=blocks, running_rows=running_rows)
 
     def _call_in_loop(self, call: Callable[..., object], *arguments: object) -> None:
         """Let the event loop call a function in its thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _with_decoder(counts: OwnerCounts, decoder: _Decoder) -> OwnerCounts:
+    """Return counts to which those of a decoder were added."""
+    generator = decoder.generator
+    return counts._replace(
+        sampled_tokens=counts.sampled_tokens + decoder.sampled_tokens,
+        reused_tokens=counts.reused_tokens + generator.reused,
+        drafted_passes=counts.drafted_passes + generator.drafted_passes,
+        drafted_tokens=counts.drafted_tokens + generator.drafted_tokens,
+    )
+
+
+def _rehearsal(version: Version) -> list[Request]:
+    """Return a text for each row, by which drafts show whether they pay.
+
+    Each is the beginning of a document at temperature 1, with a seed of its own. They are the same at
+    every start, and so is what follows from them.
+    """
+    prompt = (version.tokenizer.bos_id,)
+    return [
+        Request(prompt, Sampling(temperature=1.0, seed=row), REHEARSED_TOKENS)
+        for row in range(version.rows)
+    ]
 
 
 def _deliver(deliveries: Sequence[tuple[ServedText, Event]]) -> None:

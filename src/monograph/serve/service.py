@@ -366,6 +366,8 @@ class Service:
             ("tokens_drawn_total", "counter", counts.sampled_tokens),
             ("blocks_total", "counter", counts.blocks),
             ("prompt_tokens_reused_total", "counter", counts.reused_tokens),
+            ("drafted_passes_total", "counter", counts.drafted_passes),
+            ("drafted_tokens_total", "counter", counts.drafted_tokens),
         )
         for name, kind, value in values:
             lines += [f"# TYPE monograph_{name} {kind}", f"monograph_{name} {value}"]

@@ -19,12 +19,14 @@ from monograph import __version__
 from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
+from monograph.decode.generator import DraftUse
 from monograph.device import default_device
 from monograph.errors import Warn
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.adapters import AdapterBase
+from monograph.run.drafts import naming_draft, require_same_tokens
 from monograph.run.models import load_run, load_with_tokenizer
 from monograph.run.recipe import find_run, module_digest
 from monograph.serve import shapes
@@ -56,6 +58,8 @@ class Version:
         created: when the version was loaded, in seconds since 1970.
         base: reads adapters, and checks that they fit this model.
         bank: the weights of the model's adapters; None: the model has no adapters, and gets none.
+        draft: the model that proposes tokens (`monograph.decode.draft`); None: there is none.
+        drafts: when it does; see `Generator.drafts`. The version's decoder sets it.
         breakers: a cached function that takes a tuple of texts, and returns which tokens contain one
             of them; see `monograph.decode.chain.breakers`.
     """
@@ -79,6 +83,8 @@ class Version:
         self.precision = precision
         self.base = AdapterBase(model, tokenizer, self._digest)
         self.bank: AdapterBank | None = None
+        self.draft: Llama | None = None
+        self.drafts: DraftUse = "never"
         self.model = model.to(default_device()).eval().requires_grad_(False)
         self.rows = 0
         self.context = model.config.max_position_embeddings
@@ -112,12 +118,25 @@ class Version:
         causes = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
         if self.bank is not None:
             causes.append(self.bank.digest(slot))
+        if self.draft is not None and self.drafts != "never":
+            # A pass over proposed tokens may be rounded differently, too.
+            causes.append(self._draft_digest)
         return "fp_" + hashlib.sha256(json.dumps(causes).encode()).hexdigest()[:12]
 
     @property
     def capacity(self) -> str:
         """How many texts the version writes at the same time, and how long they may be, in words."""
         return f"{counted(self.rows, 'row')} of {self.context:,} positions"
+
+    def set_draft(self, draft: Draft) -> None:
+        """Let a draft model propose tokens.
+
+        Raises:
+            InputRefused: its tokens are not the model's.
+        """
+        require_same_tokens(draft.name, draft.tokenizer, self.tokenizer)
+        self.draft = draft.model
+        self._draft_digest = draft.digest
 
     @property
     def has_template(self) -> bool:
@@ -192,6 +211,35 @@ class ServedModel(NamedTuple):
         }
 
 
+class Draft(NamedTuple):
+    """The draft model of all versions.
+
+    Attributes:
+        name: its name on the command line.
+        model: the model, on the device.
+        tokenizer: its tokenizer.
+        digest: a digest of its weights.
+    """
+
+    name: str
+    model: Llama
+    tokenizer: Tokenizer
+    digest: str
+
+    @classmethod
+    def load(cls, name: str, warn: Warn) -> Draft:
+        """Load the run or folder that --draft names.
+
+        Raises:
+            MonographError: it cannot be loaded; the message names --draft.
+        """
+        with naming_draft(name):
+            model, tokenizer = load_with_tokenizer(name, warn)
+        digest = module_digest(model)  # while the model is still on the CPU
+        on_device = model.to(default_device()).eval().requires_grad_(False)
+        return cls(name, on_device, tokenizer, digest)
+
+
 class AdapterRoom(NamedTuple):
     """The adapters that are served, and the room for more.
 
@@ -218,16 +266,25 @@ class Source:
         rows: the maximum number of texts that are written at the same time.
         warn: prints a warning.
         adapters: the adapters that are served.
+        draft_name: the name of the draft model on the command line; None: there is none.
     """
 
     def __init__(
-        self, name: str, rows: int, warn: Warn, adapters: AdapterRoom | None = None
+        self,
+        name: str,
+        rows: int,
+        warn: Warn,
+        adapters: AdapterRoom | None = None,
+        draft_name: str | None = None,
     ) -> None:
         """Take the name of a run, `last` or a folder; see the attributes."""
         self.name = name
         self.rows = rows
         self.warn = warn
         self.adapters = adapters or AdapterRoom({})
+        self.draft_name = draft_name
+        # The draft model, which is loaded once and stays the same for all versions.
+        self._draft: Draft | None = None
         # The run and its checkpoints at the time when a version was last loaded.
         self._seen = _NO_VERSIONS
 
@@ -240,11 +297,16 @@ class Source:
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 
     def load(self) -> Version:
-        """Load the newest version that is not damaged, with all adapters.
+        """Load the newest version that is not damaged, with all adapters and the draft model.
 
-        Its errors are those of `monograph.run.models.load` and of `Version.install_adapters`.
+        Its errors are those of `monograph.run.models.load`, of `Version.install_adapters` and of
+        `Version.set_draft`.
         """
         version = self._load_without_adapters()
+        if self.draft_name is not None:
+            if self._draft is None:
+                self._draft = Draft.load(self.draft_name, self.warn)
+            version.set_draft(self._draft)
         version.install_adapters(self.adapters, self.warn)
         return version
 
