@@ -73,8 +73,8 @@ def fold(
     for name, tensor in kept.items():
         if tensor.dtype in (*_BYTE_DTYPES, "U8"):
             raise InputRefused(
-                f"{tensor.path}: {_name(name, tensor)} is stored as {tensor.dtype}, but the scales of {quantisation.label} "
-                "that belong to it are missing: the folder is not complete"
+                f"{tensor.path}: {_name(name, tensor)} is {tensor.dtype}, and no scales of {quantisation.label} belong "
+                "to it: the folder is not complete"
             )
     return kept
 
@@ -92,6 +92,11 @@ def _dtype_of_others(stored: Mapping[str, StoredTensor]) -> str:
 def _name(name: str, tensor: StoredTensor) -> str:
     """Return the name that a tensor has in its file."""
     return tensor.name_in_file or name
+
+
+def _described(name: str, tensor: StoredTensor) -> str:
+    """Return the beginning of an error about a tensor: its file, its name, its dtype and its shape."""
+    return f"{tensor.path}: {_name(name, tensor)} is {tensor.dtype} of shape {list(tensor.shape)}"
 
 
 # ---------------------------------------------------------------------------------------- 4 bits
@@ -130,8 +135,7 @@ def _read_states(headers: dict[str, StoredTensor]) -> dict[str, _State]:
     for name, header in headers.items():
         if header.dtype != "U8" or len(header.shape) != 1 or header.shape[0] > _MAX_STATE_BYTES:
             raise InputRefused(
-                f"{header.path}: {_name(name, header)} is {header.dtype} of shape {list(header.shape)}, expected at most "
-                f"{_MAX_STATE_BYTES} bytes, U8"
+                f"{_described(name, header)}, expected at most {_MAX_STATE_BYTES} bytes, U8"
             )
     contents = read_tensors(headers, None)
     return {
@@ -166,8 +170,8 @@ def _parsed_state(content: bytes, path: Path, name: str) -> _State:
     has_offset = type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
     if not isinstance(shape, list) or not (has_shape and has_sizes and has_offset):
         raise InputRefused(
-            f"{path}: {name} says shape = {shape!r}, blocksize = {block!r}, nested_blocksize = {group!r}, nested_offset = "
-            f"{offset!r}; expected two or three sizes, two whole numbers and a number"
+            f"{path}: {name} says shape = {shape!r}, blocksize = {block!r}, nested_blocksize = {group!r}, "
+            f"nested_offset = {offset!r}; expected two or three sizes, two whole numbers and a number"
         )
     return _State(tuple(shape), block, group, float(offset))
 
@@ -216,8 +220,7 @@ def _require_bytes(name: str, count: int, stored: Mapping[str, StoredTensor], ow
     itemsize = _ITEM_BYTES.get(tensor.dtype, 0)
     if math.prod(tensor.shape) * itemsize != count:
         raise InputRefused(
-            f"{tensor.path}: {_name(name, tensor)} is {tensor.dtype} of shape {list(tensor.shape)}, expected {count} bytes "
-            f"by {_name(owner, stored[owner])}"
+            f"{_described(name, tensor)}, expected {count} bytes by {_name(owner, stored[owner])}"
         )
 
 
@@ -230,8 +233,7 @@ def _require(
         _refuse_missing(name, stored, owner)
     if tensor.dtype != dtype or tensor.shape != shape:
         raise InputRefused(
-            f"{tensor.path}: {_name(name, tensor)} is {tensor.dtype} of shape {list(tensor.shape)}, expected {dtype} of "
-            f"shape {list(shape)} by {_name(owner, stored[owner])}"
+            f"{_described(name, tensor)}, expected {dtype} of shape {list(shape)} by {_name(owner, stored[owner])}"
         )
 
 
@@ -328,9 +330,7 @@ def _require_row_order(stored: Mapping[str, StoredTensor]) -> None:
     formats = {name: each for name, each in stored.items() if name.endswith(".weight_format")}
     for name, each in formats.items():
         if each.dtype != "U8" or math.prod(each.shape) != 1:
-            raise InputRefused(
-                f"{each.path}: {_name(name, each)} is {each.dtype} of shape {list(each.shape)}, expected one byte, U8"
-            )
+            raise InputRefused(f"{_described(name, each)}, expected one byte, U8")
     for name, value in read_tensors(formats, None).items():
         if value.item() != 0:
             raise InputRefused(
@@ -420,8 +420,8 @@ def _block_of(
         expected = " or ".join(str(list(shape)) for shape in by_shape)
         blocks = f" in blocks of {block[0]} x {block[1]}" if block else ""
         raise InputRefused(
-            f"{scales.path}: {_name(scales_name, scales)} is {scales.dtype} of shape {list(scales.shape)}, expected one of "
-            f"{', '.join(DTYPES)} of shape {expected}, for {_name(name, tensor)} of shape {list(tensor.shape)}{blocks}"
+            f"{_described(scales_name, scales)}, expected one of {', '.join(DTYPES)} of shape {expected}, for "
+            f"{_name(name, tensor)} of shape {list(tensor.shape)}{blocks}"
         )
     return by_shape[scales.shape]
 
