@@ -277,7 +277,7 @@ LAYER = "layers.1.mlp.down_proj"
 @pytest.mark.parametrize(
     ("form", "part", "change", "said"),
     [
-        ("nf4", f"{LAYER}.weight.absmax", drop, r"down_proj.weight.absmax is missing, which .*quant_state"),
+        ("nf4", f"{LAYER}.weight.absmax", drop, r"weight.absmax is missing, which .*quant_state"),
         ("nf4", f"{LAYER}.weight.nested_quant_map", drop, r"down_proj.weight.nested_quant_map is missing"),
         ("nf4", f"{LAYER}.weight.quant_state", drop, r"down_proj.weight is U8, and no scales of bitsandbytes nf4"),
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:-1], r"quant_state.bitsandbytes__nf4 is not JSON"),
