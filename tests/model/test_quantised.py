@@ -24,7 +24,7 @@ from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.lora_merge import plain_parameters
 from monograph.graph.mmap_weights import MappedPieces, Pieces, materialize_
 from monograph.graph.precision import Precision
-from monograph.model import quantised
+from monograph.model import quantised, stored_parts
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.files import mapped_weights, read_header
@@ -110,7 +110,7 @@ SHAPES: list[tuple[few_bits.Writer, tuple[int, ...], tuple[int, int] | None]] = 
 
 
 @pytest.mark.parametrize(("write_weight", "shape", "block"), SHAPES)
-@pytest.mark.parametrize("at_once", [1, 128, quantised._NUMBERS_AT_ONCE])
+@pytest.mark.parametrize("at_once", [1, 128, stored_parts.NUMBERS_AT_ONCE])
 def test_a_weight_of_any_shape_is_dequantised_as_defined(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -120,7 +120,7 @@ def test_a_weight_of_any_shape_is_dequantised_as_defined(
     at_once: int,
 ) -> None:
     """It is, however many numbers are dequantised at once."""
-    monkeypatch.setattr(quantised, "_NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr(stored_parts, "NUMBERS_AT_ONCE", at_once)
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=draw) * torch.linspace(0.1, 3, shape[-1])
     stored = write_weight("x.weight", weight)
@@ -278,24 +278,25 @@ LAYER = "layers.1.mlp.down_proj"
     ("form", "part", "change", "said"),
     [
         ("nf4", f"{LAYER}.weight.absmax", drop, r"weight.absmax is missing, which .*quant_state"),
-        ("nf4", f"{LAYER}.weight.nested_quant_map", drop, r"down_proj.weight.nested_quant_map is missing"),
-        ("nf4", f"{LAYER}.weight.quant_state", drop, r"down_proj.weight is U8, and no scales of bitsandbytes nf4"),
-        ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:-1], r"quant_state.bitsandbytes__nf4 is not JSON"),
-        ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:0], r"quant_state.bitsandbytes__nf4 is not JSON"),
+        ("nf4", f"{LAYER}.weight.nested_quant_map", drop, r"weight.nested_quant_map is missing"),
+        ("nf4", f"{LAYER}.weight.quant_state", drop, r"weight is U8, and no scales of bitsandbytes nf4"),
+        ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:-1], r"bitsandbytes__nf4 is not JSON"),
+        ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:0], r"bitsandbytes__nf4 is not JSON"),
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t.repeat(100), r"expected at most 4096 bytes, U8"),
         ("nf4", f"{LAYER}.weight.nested_absmax", lambda t: t.repeat(2), r"nested_absmax is F32 of shape \[2\], expe"),
-        ("nf4", f"{LAYER}.weight.absmax", lambda t: t[1:], r"down_proj.weight.absmax is U8 of shape \[191\], expected U8 "),
-        ("nf4", f"{LAYER}.weight.absmax", Tensor.float, r"absmax is F32 of shape \[192\], expected U8 of shape \[192\]"),
+        ("nf4", f"{LAYER}.weight.absmax", lambda t: t[1:], r"weight.absmax is U8 of shape \[191\], expected U8 "),
+        ("nf4", f"{LAYER}.weight.absmax", Tensor.float, r"absmax is F32 of shape \[192\], expected U8 of "),
         ("int8", f"{LAYER}.SCB", drop, r"down_proj.SCB is missing, which .*down_proj.weight needs"),
-        ("int8", f"{LAYER}.SCB", lambda t: t[1:], r"down_proj.SCB is F32 of shape \[63\], expected F32 of shape \[64\]"),
-        ("int8", f"{LAYER}.weight_format", lambda t: t + 2, r"down_proj.weight_format = 2: expected 0, rows in order"),
+        ("int8", f"{LAYER}.SCB", lambda t: t[1:], r"SCB is F32 of shape \[63\], expected F32 of shape \[64\]"),
+        ("int8", f"{LAYER}.weight_format", lambda t: t + 2, r"weight_format = 2: expected 0, rows in order"),
         ("int8", f"{LAYER}.weight_format", Tensor.float, r"weight_format is F32 of shape \[\], expected one byte"),
-        ("fp8", f"{LAYER}.weight_scale_inv", drop, r"weight_scale_inv or .*weight_scale is missing, which .*down_pro"),
-        ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t.mT, r"weight_scale_inv is F32 of shape \[2, 1\], expected .*\[1, 2\]"),
-        ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t[0], r"weight_scale_inv is F32 of shape \[2\], expected .*of shape \[1, 2\]"),
-        ("fp8", f"{LAYER}.weight_scale_inv", Tensor.int, r"weight_scale_inv is I32 of shape \[1, 2\], expected one of F64"),
-        ("fp8", "gate_proj.weight_scale_inv", lambda t: t.mT, r"gate_proj.weight_scale_inv is F32 of shape \[1, 2\], exp"),
-        ("rows", f"{LAYER}.weight_scale", lambda t: t.mT, r"down_proj.weight_scale is F32 of shape \[1, 64\], expected"),
+        ("int8", "model.norm.weight", Tensor.char, r"model.norm.weight is I8 of shape \[64\], expected a matrix"),
+        ("fp8", f"{LAYER}.weight_scale_inv", drop, r"weight_scale_inv or .*weight_scale is missing, which"),
+        ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t.mT, r"scale_inv is F32 of shape \[2, 1\], expected .*\[1, 2\]"),
+        ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t[0], r"scale_inv is F32 of shape \[2\], expected .*\[1, 2\]"),
+        ("fp8", f"{LAYER}.weight_scale_inv", Tensor.int, r"scale_inv is I32 of shape \[1, 2\], expected one of F64"),
+        ("fp8", "gate_proj.weight_scale_inv", lambda t: t.mT, r"scale_inv is F32 of shape \[1, 2\], expected"),
+        ("rows", f"{LAYER}.weight_scale", lambda t: t.mT, r"weight_scale is F32 of shape \[1, 64\], expected"),
         ("fp8", "norm.weight", lambda t: t.to(torch.float8_e4m3fn), r"norm.weight_scale is missing"),
     ],
 )  # fmt: skip
@@ -350,10 +351,19 @@ def test_a_weight_of_another_shape_is_refused_by_the_keys_of_its_config(tmp_path
         mapped_model(tmp_path / "model")
 
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+INTEGERS = COMPRESSED | {"format": "int-quantized"}
+BITS_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+FLOAT = {"weights": {"num_bits": 8, "type": "float"}}
+INT = {"weights": {"num_bits": 8, "type": "int"}}
+FLOAT_4 = {"weights": {"num_bits": 4, "type": "float"}}
+ASYMMETRIC = {"weights": {"num_bits": 8, "type": "int", "symmetric": False}}
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"quant_method": "gptq", "bits": 4}, r"quant_method = 'gptq' is not read, only .*: name the folder in 16 bits"),
+        ({"quant_method": "gptq", "bits": 4}, r"quant_method = 'gptq' is not read, only .*: name the folder in 16"),
         ({"quant_method": "awq"}, r"quant_method = 'awq' is not read, only .*: name the folder in 16 bits"),
         ({"quant_method": "hqq"}, r"quant_method = 'hqq' is not read, only .*since this method quantises when"),
         ({"quant_method": "aqlm"}, r"quant_method = 'aqlm' is not read, .*: load the model in the program"),
@@ -362,15 +372,16 @@ def test_a_weight_of_another_shape_is_refused_by_the_keys_of_its_config(tmp_path
         ({"bits": 4}, r"quant_method = None is not read"),
         ("nf4", r"quantization_config = 'nf4': expected a table"),
         ({"quant_method": "bitsandbytes"}, r"expected load_in_4bit or load_in_8bit = true"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, r"bnb_4bit_quant_type = 'int4'"),
+        (BITS_4 | {"bnb_4bit_quant_type": "int4"}, r"bnb_4bit_quant_type = 'int4'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]: expected two numbers"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"weight_block_size = \[0, 128\]: expected two whole"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 9]}, r"weight_block_size = \[0, 9\]: expected two whole"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"expert_dtype = 'fp4' is not read"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"format = 'pack-quantized' of compressed"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}}, r"config_groups.group_0.weights = .*: expected 8 bits"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}, "b": {"weights": {"num_bits": 8, "type": "int"}}}}, r"several formats in one folder"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int", "symmetric": False}}}}, r"symmetric"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": {}}, "sparsity_config": {"format": "sparse-24"}}, r"sparse or transformed"),
+        (COMPRESSED | {"format": "pack-quantized"}, r"format = 'pack-quantized' of compressed"),
+        (COMPRESSED | {"config_groups": {"a": FLOAT_4}}, r"config_groups.a.weights = .*: expected 8 bits"),
+        (COMPRESSED | {"config_groups": {"a": FLOAT, "b": INT}}, r"several formats in one folder"),
+        (COMPRESSED | {"config_groups": {"a": {}}}, r"config_groups.a.weights = None: expected 8 bits"),
+        (COMPRESSED | {"config_groups": {"a": FLOAT}, "transform_config": {"b": 1}}, r"sparse or transformed"),
+        (INTEGERS | {"config_groups": {"a": ASYMMETRIC}}, r"config_groups.a.weights = .*: expected 8 bits, .*symmetric"),
     ],
 )  # fmt: skip
 def test_another_method_is_refused_with_what_to_do(tmp_path: Path, table: Any, said: str) -> None:

@@ -23,7 +23,7 @@ from monograph.decode.banked_layers import (
     BankedLinear,
     BankedNF4Linear,
 )
-from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear, NF4Weight
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
@@ -123,12 +123,10 @@ def _have_one_table(layers: list[Linear]) -> bool:
 
     A folder may have some of them in nf4 and others in fp4, and a kernel reads one table for all layers.
     """
-    first = cast(NF4Linear, layers[0])
-    others = [cast(NF4Linear, layer) for layer in layers[1:]]
-    return all(
-        other.levels.dtype == first.levels.dtype and torch.equal(other.table, first.table)
-        for other in others
-    )
+    stored = [layer.stored_tensors() for layer in layers if isinstance(layer, NF4Weight)]
+    levels = {levels.dtype for _codes, levels, *_ in stored}
+    tables = [table for *_, table in stored]
+    return len(levels) == 1 and all(torch.equal(table, tables[0]) for table in tables[1:])
 
 
 def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:

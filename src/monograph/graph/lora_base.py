@@ -42,7 +42,7 @@ def quantise_base(
     linear_class, expert_class = BASES[base]
     shared = inspect.shared_parameters(module)
     for name, layer in {**linear_layers(module), **expert_layers(module)}.items():
-        weight = layer.weight
+        weight: Tensor = layer.weight  # type: ignore[assignment]
         if name in dense:
             continue
         # A weight that two layers share stays dense, because the other layer, such as an embedding, may
