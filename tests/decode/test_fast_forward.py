@@ -151,6 +151,19 @@ def test_an_adapter_that_the_kernels_would_leave_out_is_an_obstacle(target: str)
     assert "DoRA" in (obstacle(model) or "")
 
 
+def test_weights_of_one_product_with_other_numbers_in_4_bits_are_an_obstacle() -> None:
+    """As in a folder that has some weights in nf4 and others in fp4; a kernel reads one table for all."""
+    from monograph.decode.fast_forward import obstacle
+
+    model = adapted("nf4")
+    assert obstacle(model) is None
+    attention = model.model.layers[0].self_attn
+    attention.o_proj.table.mul_(2)  # is the only layer of its product
+    assert obstacle(model) is None
+    attention.k_proj.table.mul_(2)
+    assert "other tables" in (obstacle(model) or "")
+
+
 def test_more_rows_than_a_tile_are_an_obstacle_for_adapters_on_dense_weights_alone() -> None:
     from monograph.decode.fast_forward import obstacle
 

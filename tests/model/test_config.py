@@ -198,7 +198,7 @@ def test_both_spellings_of_rope_in_config_json_are_read():
             {"per_layer_config": {"0": {"head_dim": 4}}},
             r"per_layer_config = .* is not supported: only None is",
         ),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config: quantised weights are not"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: quant_method = None is not"),
         (
             {"transformers_weights": "other.safetensors"},
             r"transformers_weights = .* is not supported",

@@ -162,7 +162,7 @@ def test_a_known_family_has_nothing_assumed(tmp_path):
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"sliding_window": 8}, "layer_types is missing"),
         ({"sliding_window": 8, "use_sliding_window": True}, "use_sliding_window = True"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_theta": None}, "rope_theta is missing"),
         (
             {

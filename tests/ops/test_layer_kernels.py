@@ -53,6 +53,7 @@ class Case:
         bias: bool = True,
         rank: int = 3,
         targets: Any = "all-linear",
+        exact_scales: bool = False,
     ):
         self.dtype, self.columns = dtype, columns
         self.x = normal(ROWS, SUMMED, seed=0).to(dtype)
@@ -66,7 +67,8 @@ class Case:
             layer.weight.data = size_N1 * normal(*layer.weight.shape, seed=3 + index).float() / 14
             if bias:
                 layer.bias.data = normal(len(layer.bias), seed=6 + index).to(dtype)
-        adapt(self.layers, Lora(rank=rank, base=base, targets=targets, alpha=2.0 * rank))
+        lora = Lora(rank, alpha=2.0 * rank, targets=targets, base=base, exact_scales=exact_scales)
+        adapt(self.layers, lora)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Adapted):
                 layer.lora_B.weight.data = normal(
@@ -121,6 +123,19 @@ def test_layers_are_as_exact_as_their_modules(dtype: torch.dtype, base: Any, tar
     for begin, end in zip(starts, starts[1:], strict=False):
         part = slice(begin, end)
         assert error(found[:, part], exact[:, part]) <= 2 * error(modules[:, part], exact[:, part])
+
+
+@DTYPES
+def test_a_folders_own_scales_and_numbers_of_4_bits_are_read(dtype: torch.dtype) -> None:
+    """Its scales are fp32, and the numbers of its codes are other ones."""
+    case = Case(dtype, "nf4", exact_scales=True)
+    for layer in case.layers:
+        layer.table.copy_(torch.linspace(-1, 1, 16) ** 3)
+        assert layer.levels.dtype == torch.float32
+    exact = torch.cat(case.exact_outputs(norm=True), 1)
+    modules = torch.cat(case.outputs(norm=True), 1)
+    found = kernels().multiply(case.x.cuda(), case.tensors(), case.columns, case.norm())
+    assert error(found, exact) <= 2 * error(modules, exact)
 
 
 @DTYPES

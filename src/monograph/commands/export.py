@@ -60,6 +60,7 @@ def run(
         print(_how_to_load(Path(to), export))
         return
     _warn_of_layers_left_out(run)
+    _warn_of_few_bits(run)
     model, tokenizer, trained_adapters = load_to_export(run, warn)
     to = Path(to)
     adapters = _adapters_to_write(trained_adapters, export, model.config)
@@ -96,6 +97,19 @@ def _adapters_to_write(
         warn(f"{error}: the model is written merged, without a file of its adapters")
         return None
     return adapters
+
+
+def _warn_of_few_bits(run: str) -> None:
+    """Say that an export has all weights in full, although those from which a run's training began are in
+    4 or 8 bits.
+    """
+    with suppress(InputRefused, Unreadable, NoValidCheckpoint):
+        origin = origin_of(run)
+        if origin is not None and origin.few_bits and find_run(run) is not None:
+            label = origin.few_bits.label
+            warn(
+                f"{run}: all weights are written in full, though {origin.base} has them as {label}"
+            )
 
 
 def _warn_of_layers_left_out(run: str) -> None:
@@ -175,6 +189,7 @@ def _export_to_hub(run: str, name: str, format: str, original: str | None) -> No
     require_account(name)
     if original is None:
         _warn_of_layers_left_out(run)
+        _warn_of_few_bits(run)
     with temporary_folder() as folder:
         if original is not None:
             _write_whole(run, original, folder / "model", name)

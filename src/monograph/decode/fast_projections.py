@@ -23,7 +23,7 @@ from monograph.decode.banked_layers import (
     BankedLinear,
     BankedNF4Linear,
 )
-from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear, NF4Weight
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
@@ -104,6 +104,8 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
         return f"the kernels need widths that are multiples of {multiple}, not {summed}"
     if form == "dense" and any(layer.weight.dtype != dtype for layer in layers):
         return SEVERAL_DTYPES
+    if form == "nf4" and not _have_one_table(layers):
+        return "some weights in 4 bits of the same product have other tables or scales"
     adapters = [layer for layer in layers if isinstance(layer, Adapted)]
     if any(layer.lora_magnitude_vector is not None for layer in adapters):
         return "the kernels do not have adapters with magnitudes (DoRA)"
@@ -114,6 +116,17 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
     if len(have_biases) > 1 or len(adapter_forms) > 1:
         return "some adapters or biases of the same product are not alike"
     return None
+
+
+def _have_one_table(layers: list[Linear]) -> bool:
+    """Return whether weights in 4 bits have the same table of numbers and the same dtype of scales.
+
+    A folder may have some of them in nf4 and others in fp4, and a kernel reads one table for all layers.
+    """
+    stored = [layer.stored_tensors() for layer in layers if isinstance(layer, NF4Weight)]
+    levels = {levels.dtype for _codes, levels, *_ in stored}
+    tables = [table for *_, table in stored]
+    return len(levels) == 1 and all(torch.equal(table, tables[0]) for table in tables[1:])
 
 
 def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:

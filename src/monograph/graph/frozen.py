@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.grouped import product_dtype
+from monograph.graph.stored_codes import BLOCK, StoredCodes
 from monograph.ops.autograd import Context
 
-BLOCK = 64  # weights that share a scale in NF4
 GROUP = 256  # blocks whose scales are rounded in equal steps
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA",
 # 2305.14314, appendix E). They have four digits, as in torchao; those of bitsandbytes differ by
@@ -54,8 +54,18 @@ class FrozenWeight(nn.Module):
         experts = (self.experts,) if hasattr(self, "experts") else ()
         return (*experts, self.out_features, self.in_features)
 
-    def freeze(self, weight: Tensor) -> None:
-        """Round a weight to codes and scales, and replace it by them."""
+    def freeze(self, weight: Tensor, exact_scales: bool = False) -> None:
+        """Round a weight to codes and scales, and replace it by them.
+
+        Args:
+            weight: the weight.
+            exact_scales: whether the scales of `NF4Weight` are kept in fp32. Those of `Int8Weight` are
+                always.
+        """
+        raise NotImplementedError
+
+    def adopt(self, stored: StoredCodes) -> None:
+        """Replace the weight by codes and scales that a file has, without rounding."""
         raise NotImplementedError
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
@@ -135,12 +145,18 @@ class Int8Weight(FrozenWeight):
     """
 
     @torch.no_grad()
-    def freeze(self, weight: Tensor) -> None:
+    def freeze(self, weight: Tensor, exact_scales: bool = False) -> None:
         """Round a weight to codes and scales, and replace it by them."""
         weight = weight.float()
         scale_N = (weight.abs().amax(-1) / 127.5).clamp_min(MIN_ROW_SCALE)
         codes = (weight * scale_N.reciprocal()[..., None]).round().clamp(-128, 127).to(torch.int8)
         _replace_weight(self, codes=codes, scales=scale_N)
+
+    @torch.no_grad()
+    def adopt(self, stored: StoredCodes) -> None:
+        """Replace the weight by codes and scales that a file has, without rounding."""
+        # The codes may be in a mapped file.
+        _replace_weight(self, codes=stored.codes.clone(), scales=stored.scales)
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the codes and scales."""
@@ -166,31 +182,27 @@ class NF4Weight(FrozenWeight):
 
         levels[c] = round((scale[c] - mean) steps[g]),   so scale[c] ~ mean + levels[c] / steps[g]
 
+    Exact scales, such as those of a file's weight, are kept as they are: levels = scale, steps = 1 and mean = 0.
+    They take 4 bytes instead of 1, so 0.5625 bytes a weight.
+
     The parameters below, without gradients, take the place of `weight`.
 
     Attributes:
         codes: [ceil(N K / 2)] uint8, two codes each, the first of them in the upper bits.
-        levels: [C] int8, the blocks' rounded scales.
+        levels: [C] int8, the blocks' rounded scales; or [C] fp32, the exact ones.
         steps: [G] fp32, levels per unit of scale.
         mean: [] fp32, the mean of the scales.
-        table: the 16 numbers of `NF4`; a buffer.
+        table: the 16 numbers of `NF4`, or those of a file; a buffer.
     """
 
     @torch.no_grad()
-    def freeze(self, weight: Tensor) -> None:
+    def freeze(self, weight: Tensor, exact_scales: bool = False) -> None:
         """Round a weight to codes and scales, and replace it by them."""
         tiny = torch.finfo(torch.float32).tiny
         flat = weight.float().flatten()
         padding = -flat.numel() % BLOCK
         blocks_CS = (F.pad(flat, (0, padding)) if padding else flat).view(-1, BLOCK)
         scale_C = blocks_CS.abs().amax(1)
-        mean = scale_C.mean()
-        deviation_C = scale_C - mean
-        group_padding = -len(deviation_C) % GROUP
-        deviation_by_group = F.pad(deviation_C, (0, group_padding)).view(-1, GROUP)  # [G, 256]
-        steps_G = 128 / deviation_by_group.abs().amax(1).clamp_min(tiny)
-        levels_by_group = (deviation_by_group * steps_G[:, None]).round().clamp(-128, 127)
-        levels_C = levels_by_group.flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
         edges = (table[1:] + table[:-1]) / 2  # a number is rounded to the nearest of the table
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
@@ -202,19 +214,46 @@ class NF4Weight(FrozenWeight):
         )
         # A byte has two codes. Those of the padding at the end are cut off.
         packed = (codes[::2] << 4 | codes[1::2])[: math.ceil(flat.numel() / 2)]
-        _replace_weight(
-            self,
-            codes=packed.clone(),  # because a slice would keep the padded codes in memory
-            levels=levels_C.to(torch.int8),
-            steps=steps_G,
-            mean=mean,
-        )
+        stored_scales = _exact_scales(scale_C) if exact_scales else _rounded_scales(scale_C)
+        # The codes are copied, because a slice would keep the padded codes in memory.
+        self._store(packed.clone(), stored_scales, table)
+
+    @torch.no_grad()
+    def adopt(self, stored: StoredCodes) -> None:
+        """Replace the weight by codes and scales that a file has, without rounding."""
+        assert stored.table is not None  # it is there with codes of 4 bits
+        # The codes and the table may be in a mapped file.
+        self._store(stored.codes.clone(), _exact_scales(stored.scales), stored.table.clone())
+
+    def _store(self, codes: Tensor, scales: tuple[Tensor, Tensor, Tensor], table: Tensor) -> None:
+        """Replace the weight by codes, `levels`, `steps` and `mean`, and a table."""
+        levels_C, steps_G, mean = scales
+        _replace_weight(self, codes=codes, levels=levels_C, steps=steps_G, mean=mean)
         # The table is not part of a checkpoint, because it is constant.
         self.register_buffer("table", table, persistent=False)
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the codes, what the scales are made of, and the table."""
         return self.codes, self.levels, self.steps, self.mean, self.table  # type: ignore[return-value]
+
+
+def _rounded_scales(scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `levels`, `steps` and `mean` of an `NF4Weight` that rounds these scales."""
+    tiny = torch.finfo(torch.float32).tiny
+    mean = scale_C.mean()
+    deviation_C = scale_C - mean
+    group_padding = -len(deviation_C) % GROUP
+    deviation_by_group = F.pad(deviation_C, (0, group_padding)).view(-1, GROUP)  # [G, 256]
+    steps_G = 128 / deviation_by_group.abs().amax(1).clamp_min(tiny)
+    levels_by_group = (deviation_by_group * steps_G[:, None]).round().clamp(-128, 127)
+    levels_C = levels_by_group.flatten()[: len(scale_C)]
+    return levels_C.to(torch.int8), steps_G, mean
+
+
+def _exact_scales(scale_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `levels`, `steps` and `mean` of an `NF4Weight` that keeps these scales."""
+    steps_G = scale_C.new_ones(math.ceil(len(scale_C) / GROUP))
+    return scale_C, steps_G, scale_C.new_zeros(())
 
 
 class NF4Linear(NF4Weight, nn.Linear):

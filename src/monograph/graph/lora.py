@@ -56,6 +56,9 @@ class Lora:
             not learn more slowly.
         dora: whether the norm of each row of a weight (the row's magnitude) is trained separately
             from its direction, see `Adapted`.
+        dense: names of layers whose weights are unchanged although `base` quantises all others.
+        exact_scales: whether the weights of `base` "nf4" have their scales in fp32, in 4 bytes instead of
+            1. Weights that a file has in 4 bits always do.
     """
 
     rank: int = 16
@@ -66,6 +69,8 @@ class Lora:
     tokens: tuple[int, ...] = ()
     rslora: bool = False
     dora: bool = False
+    dense: tuple[str, ...] = ()
+    exact_scales: bool = False
 
     @property
     def scale(self) -> float:
@@ -292,7 +297,7 @@ def adapt(
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in token_rows)
     if lora.base != "auto":
-        quantise_base(module, lora.base, device)
+        quantise_base(module, lora.base, device, lora.dense, lora.exact_scales)
     for name, layer in chosen.items():
         _adapt(layer, lora, _seed_key(seed, name), device, dtype)
     store_row_norms(module)

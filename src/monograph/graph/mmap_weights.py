@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from monograph.errors import InputRefused
+from monograph.graph.stored_codes import StoredCodes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,16 +33,32 @@ class Pieces(NamedTuple):
     """Tensors in mapped files that together are one weight.
 
     Attributes:
-        parts: the tensors.
+        parts: the tensors, each of which may be made of several itself.
         join: a function that makes the weight from `parts`, such as `torch.stack`.
         shape: the weight's shape.
         dtype: the weight's dtype.
+        codes_form: the form in which `read_codes` returns the weight, "int8" or "nf4"; "": in none.
+        read_codes: a function that returns the weight's codes, if the file has it in few bits.
     """
 
-    parts: list[Tensor]
+    parts: "Sequence[Tensor | Pieces]"
     join: Callable[[list[Tensor]], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    codes_form: str = ""
+    read_codes: Callable[[], StoredCodes] | None = None
+
+    def read(self) -> Tensor:
+        """Return the weight in memory."""
+        parts = (part.read() if isinstance(part, Pieces) else part for part in self.parts)
+        if self.join is not torch.stack:
+            return self.join(list(parts))
+        # Unlike `torch.stack`, this holds one part at a time besides the result. The parts may be
+        # dequantised experts.
+        stacked = torch.empty(self.shape, dtype=self.dtype)
+        for index, part in enumerate(parts):
+            stacked[index] = part
+        return stacked
 
 
 class MappedPieces(MappedWeight):
@@ -56,7 +73,7 @@ class MappedPieces(MappedWeight):
 
     def read(self) -> Tensor:
         """Return the weight in memory."""
-        return self.pieces.join(self.pieces.parts)
+        return self.pieces.read()
 
     @classmethod
     def __torch_function__(
@@ -100,7 +117,7 @@ def mapped(stored: Tensor | Pieces, final_dtype: torch.dtype) -> Tensor:
     memory instead, because readers must see the numbers that will be kept.
     """
     if torch.promote_types(stored.dtype, final_dtype) != final_dtype:
-        tensor = stored.join(stored.parts) if isinstance(stored, Pieces) else stored
+        tensor = stored.read() if isinstance(stored, Pieces) else stored
         return tensor.to(final_dtype)
     if isinstance(stored, Pieces):
         placeholder = torch.zeros(1, dtype=stored.dtype).expand(stored.shape)
@@ -115,6 +132,19 @@ def _mapped_pieces(pieces: Pieces, final_dtype: torch.dtype, data: Tensor) -> Ma
     weight.pieces = pieces
     weight.final_dtype = final_dtype
     return weight
+
+
+def codes_of(weight: Tensor, form: str) -> StoredCodes | None:
+    """Return a weight's codes as its file has them; None if the file does not have it in this form.
+
+    Args:
+        weight: the weight.
+        form: "int8" or "nf4".
+    """
+    if not isinstance(weight, MappedPieces) or weight.pieces.codes_form != form:
+        return None
+    assert weight.pieces.read_codes is not None  # it is there with every form
+    return weight.pieces.read_codes()
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
@@ -160,7 +190,11 @@ def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def _address(parameter: nn.Parameter) -> int:
     if not isinstance(parameter, MappedWeight):
         return 0
-    first = parameter.pieces.parts[0] if isinstance(parameter, MappedPieces) else parameter
+    first: Tensor | Pieces = parameter
+    if isinstance(parameter, MappedPieces):
+        first = parameter.pieces
+    while isinstance(first, Pieces):
+        first = first.parts[0]
     return first.data_ptr()
 
 

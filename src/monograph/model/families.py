@@ -11,7 +11,14 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model import bamba_keys, gemma4_keys, granite_keys, lfm2_keys, nemotron_keys
+from monograph.model import (
+    bamba_keys,
+    gemma4_keys,
+    granite_keys,
+    lfm2_keys,
+    nemotron_keys,
+    quantisation,
+)
 from monograph.model.layer_types import (
     CONVOLUTION,
     CONVOLUTION_SIZES,
@@ -1112,19 +1119,8 @@ def check_supported(values: Mapping[str, Any]) -> None:
             raise InputRefused(
                 f"{key} = {values[key]!r} is not supported: only {supported[0]!r} is"
             )
-    quantisation = values.get("quantization_config")
-    if quantisation is None:
-        return
     # gpt-oss, whose experts may be in MXFP4, is the only family with alternating columns.
-    if family.fused_experts != "columns":
-        raise InputRefused(
-            "quantization_config: quantised weights are not supported; save them in bf16 or fp32"
-        )
-    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
-        raise InputRefused(
-            "quantization_config: of quantised weights only quant_method = 'mxfp4' is supported; "
-            "save them in bf16 or fp32"
-        )
+    quantisation.read(values, may_be_mxfp4=family.fused_experts == "columns")
 
 
 # The family of a new model if the user names none.

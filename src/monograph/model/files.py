@@ -4,6 +4,7 @@ Files are checked when they are read. A folder is written completely or not at a
 """
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from torch import Tensor
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.graph.lora_merge import UnreadTensor
 from monograph.graph.mmap_weights import Pieces
+from monograph.graph.stored_codes import StoredCodes, stack
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (
     entries,
@@ -70,7 +72,12 @@ class StoredTensor(NamedTuple):
         slice: which part of the file's tensor this tensor is; None: all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
         pieces: the tensors of which this one is made, by name; {}: it is not made of others.
-        join: a function that takes the pieces, in the order of `pieces`, and returns this tensor.
+        join: a function that takes the pieces, in the order of `pieces`, and returns this tensor, or the
+            one of which it is a slice.
+        codes_form: the form in which the codes of the pieces are those of this tensor, "int8" or "nf4",
+            see `monograph.graph.stored_codes`; "": in none.
+        read_codes: a function that takes the pieces and returns the codes of this tensor, or of the one of
+            which it is a slice; None for a tensor of all experts, whose pieces have codes.
     """
 
     path: Path
@@ -81,6 +88,8 @@ class StoredTensor(NamedTuple):
     transposed: bool = False
     pieces: "Mapping[str, StoredTensor]" = MappingProxyType({})
     join: Callable[[list[Tensor]], Tensor] = torch.stack
+    codes_form: str = ""
+    read_codes: Callable[[list[Tensor]], StoredCodes] | None = None
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -292,16 +301,52 @@ def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 
     `Pieces` has the mapped tensors, and joins them when the numbers are needed.
     """
-    without_pieces = {name: tensor for name, tensor in stored.items() if not tensor.pieces}
-    yield from mapped_tensors(without_pieces)
-    with_pieces = {name: tensor for name, tensor in stored.items() if tensor.pieces}
-    stored_pieces = dict[str, StoredTensor]()
-    for tensor in with_pieces.values():
-        stored_pieces.update(tensor.pieces)
-    mapped_pieces = dict(mapped_tensors(stored_pieces))
-    for name, tensor in with_pieces.items():
-        pieces = [mapped_pieces[piece] for piece in tensor.pieces]
-        yield name, Pieces(pieces, tensor.join, tensor.shape, DTYPES[tensor.dtype])
+    mapped_leaves = dict(mapped_tensors(_leaves(stored)))
+    for name, tensor in stored.items():
+        yield name, _mapped_weight(name, tensor, mapped_leaves)
+
+
+def _leaves(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors without pieces among some tensors and their pieces, by name."""
+    leaves = dict[str, StoredTensor]()
+    for name, tensor in stored.items():
+        leaves |= _leaves(tensor.pieces) if tensor.pieces else {name: tensor}
+    return leaves
+
+
+def _mapped_weight(
+    name: str, header: StoredTensor, mapped_leaves: Mapping[str, Tensor]
+) -> Tensor | Pieces:
+    """Return a described tensor, given the mapped tensors of which it is made, by name."""
+    if not header.pieces:
+        return mapped_leaves[name]
+    parts = [_mapped_weight(*piece, mapped_leaves) for piece in header.pieces.items()]
+    join = header.join
+    if header.slice is not None or header.transposed:
+        join = functools.partial(_joined_as_described, header)
+    read_codes = functools.partial(_codes_as_described, header, parts)
+    return Pieces(parts, join, header.shape, DTYPES[header.dtype], header.codes_form, read_codes)
+
+
+def _joined_as_described(header: StoredTensor, parts: list[Tensor]) -> Tensor:
+    """Return a tensor that is a part of one that is made of pieces."""
+    return _as_described(header.join(parts), header)
+
+
+def _codes_as_described(header: StoredTensor, parts: list[Tensor | Pieces]) -> StoredCodes:
+    """Return the codes of a tensor whose description has a `codes_form`.
+
+    Args:
+        header: the description, whose slice has rows.
+        parts: the mapped pieces.
+    """
+    if header.read_codes is None:
+        experts = [part for part in parts if isinstance(part, Pieces) and part.read_codes]
+        return stack([expert.read_codes() for expert in experts])  # type: ignore[misc]
+    codes = header.read_codes([part for part in parts if isinstance(part, Tensor)])
+    if header.slice is None:
+        return codes
+    return codes.rows(header.slice.begin, header.slice.end, header.shape[-1])
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.graph.lora_merge import plain_parameters
+from monograph.graph.lora_targets import linear_layers
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
-from monograph.model import parameters, sampling_defaults
+from monograph.model import parameters, quantisation, quantised, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.files import (
@@ -34,6 +35,7 @@ from monograph.model.files import (
 from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
 from monograph.model.nearest import Nearest, find_nearest
+from monograph.model.quantisation import Base, Quantisation
 from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
@@ -255,17 +257,30 @@ def _nearest(folder: Path, values: Mapping[str, Any]) -> Nearest:
     stored = read_headers(folder)
 
     def require_tensors(config: LlamaConfig) -> None:
-        check_headers(_decoder_tensors(stored, config), config, folder)
+        tensors = _decoder_tensors(stored, config, values)
+        check_headers(tensors, config, folder)
 
     return find_nearest(values, _HEAD in stored, require_tensors)
 
 
 def _decoder_tensors(
-    stored: Mapping[str, StoredTensor], config: LlamaConfig
+    stored: Mapping[str, StoredTensor], config: LlamaConfig, values: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Return descriptions of a text model's tensors in the decoder's form."""
+    """Return descriptions of a text model's tensors in the decoder's form.
+
+    Args:
+        stored: the tensors of the folder of the text model alone.
+        config: the model's configuration.
+        values: the content of the folder's config.json.
+    """
     weights = {name: each for name, each in stored.items() if not _ROTARY_BUFFER.fullmatch(name)}
+    weights = quantised.fold(weights, _quantisation(values))
     return to_decoder_tensors(weights, config)
+
+
+def _quantisation(values: Mapping[str, Any]) -> Quantisation | None:
+    """Return what a config.json, which was already checked, says of quantised weights."""
+    return quantisation.read(_text_values(values), may_be_mxfp4=True)
 
 
 def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -306,9 +321,48 @@ def read_checked_headers(
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
     stored, _ = _text_tensors(headers, values.get("model_type"))
-    stored = _decoder_tensors(stored, config)
+    stored = _decoder_tensors(stored, config, values)
     check_headers(stored, config, Path(folder))
     return config, stored
+
+
+class FewBits(NamedTuple):
+    """In which form a folder has weights in few bits.
+
+    Attributes:
+        label: the form's name.
+        base: the value of lora.base that keeps the weights' codes; "auto": there is none.
+        dtype: the dtype to which weights are dequantised, by its name in safetensors.
+        dense: the names of linear layers that the folder does not have in few bits.
+    """
+
+    label: str
+    base: Base
+    dtype: str
+    dense: tuple[str, ...]
+
+
+def read_few_bits(folder: str | Path, config: LlamaConfig | None = None) -> FewBits | None:
+    """Return in which form a folder has weights in few bits; None if it has none, or only MXFP4.
+
+    Args:
+        folder: as in `mapped_model`.
+        config: the folder's configuration; None: it is read from the folder.
+
+    Raises:
+        InputRefused: see `mapped_model`.
+    """
+    config = config or read_config(folder)
+    _, values = _config_json(Path(folder))
+    form = _quantisation(values)
+    if form is None or form.format == "mxfp4":
+        return None
+    _, stored = read_checked_headers(folder, config)
+    with torch.device("meta"):  # shapes without memory
+        layers = linear_layers(Llama(config))
+    dense = tuple(name for name in layers if not stored[f"{name}.weight"].pieces)
+    dtypes = [tensor.dtype for tensor in stored.values() if tensor.pieces]
+    return FewBits(form.label, form.base, dtypes[0] if dtypes else "BF16", dense)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:

@@ -22,6 +22,7 @@ numbers in a row.
 """
 
 import functools
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.graph.lora_merge import UnreadTensor
+from monograph.graph.stored_codes import can_stack, can_take_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes, outer_shapes
@@ -194,9 +196,11 @@ class JoinedLayersRule(FileRule):
                     raise InputRefused(
                         f"{tensor.path}: {tensor.name_in_file} and {part_name} are one tensor of the model"
                     )
+                has_codes = can_take_rows(tensor.codes_form, begin, tensor.shape[-1])
                 converted[part_name] = tensor._replace(
                     shape=(rows, *tensor.shape[1:]),
                     slice=AxisSlice(begin, begin + rows, step=1, axis=0),
+                    codes_form=tensor.codes_form if has_codes else "",
                 )
                 begin += rows
         return converted
@@ -298,7 +302,7 @@ class FusedExpertsRule(FileRule):
                         # The file has [E, columns, rows], and the decoder has [E, rows, columns].
                         expert_count, *matrix_shape = part.shape
                         shape = (expert_count, *reversed(matrix_shape))
-                        part = part._replace(shape=shape, transposed=True)
+                        part = part._replace(shape=shape, transposed=True, codes_form="")
                 _add(converted, f"{block}mlp.experts.{half_projection}_proj.{kind}", part)
         return converted
 
@@ -359,7 +363,8 @@ def _take_half(
         begin = 0 if half == 0 else middle
         end = middle if half == 0 else size
         part = AxisSlice(begin, end, step=1, axis=axis)
-    return tensor._replace(shape=shape, slice=part)
+    # The codes of a half are not read on their own.
+    return tensor._replace(shape=shape, slice=part, codes_form="")
 
 
 def _mxfp4_tensor(
@@ -502,7 +507,13 @@ class SeparateExpertsRule(FileRule):
                     f"{first_name} {list(first.shape)} and {first.dtype}"
                 )
         pieces = dict(experts[expert] for expert in range(count))
-        return StoredTensor(first.path, (count, *first.shape), first.dtype, pieces=pieces)
+        forms = {piece.codes_form for piece in pieces.values()}
+        form = forms.pop() if len(forms) == 1 else ""
+        if not can_stack(form, math.prod(first.shape)):
+            form = ""
+        return StoredTensor(
+            first.path, (count, *first.shape), first.dtype, pieces=pieces, codes_form=form
+        )
 
 
 def _read_expert(stack: UnreadTensor, expert: int, last_read: dict[str, Tensor]) -> Tensor:

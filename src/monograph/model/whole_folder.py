@@ -94,7 +94,7 @@ def save_whole(
 
     Raises:
         InputRefused: the original is damaged, its text model has another shape or tokenizer, its
-            weights are in MXFP4, or a weight that must be rounded is NaN, infinite or too large for the
+            weights are in 4 or 8 bits, or a weight that must be rounded is NaN, infinite or too large for the
             original's dtype.
             Or `folder` is not empty, or cannot be written.
         DiskFull: there is no space left. Nothing of this export remains.
@@ -175,9 +175,9 @@ def _places(name: str, header: StoredTensor) -> Iterator[_Place]:
         name: the parameter's name.
         header: the description of the parameter.
     """
-    if header.pieces and header.join is not torch.stack:
+    if _is_quantised(header):
         raise InputRefused(
-            f"{header.path}: {name} is stored in 4 bits, to which trained weights are not rounded: "
+            f"{header.path}: {name} is stored in 4 or 8 bits, to which trained weights are not rounded: "
             "export the model without --original"
         )
     if not header.pieces:
@@ -185,6 +185,12 @@ def _places(name: str, header: StoredTensor) -> Iterator[_Place]:
     for expert, (piece_name, piece) in enumerate(header.pieces.items()):
         piece = piece._replace(name_in_file=piece.name_in_file or piece_name)
         yield _Place(piece.path.name, piece, expert)
+
+
+def _is_quantised(header: StoredTensor) -> bool:
+    """Return whether a tensor, or one of its pieces, is dequantised when it is read."""
+    is_made = bool(header.pieces) and header.join is not torch.stack
+    return is_made or any(_is_quantised(piece) for piece in header.pieces.values())
 
 
 def _require_in_range(written: Tensor, name: str, header: StoredTensor) -> None:

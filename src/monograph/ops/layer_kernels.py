@@ -131,7 +131,7 @@ def _add_nf4(
     """Add the products of S channels of x, from `begin` on, with a tile of an `NF4Weight`, [O, K].
 
     `codes` to `mean` are what the weight is stored in: codes of 4 bits, and for each block of 64 weights
-    a scale, which is itself stored as an int8 level. `table_T` has the number of each code.
+    a scale, which is itself stored as a level, int8 or fp32. `table_T` has the number of each code.
 
     A byte has the codes of an even channel and of the next, odd one. So `x` comes in two parts,
     `even_RH` and `odd_RH`, and each part has a product of its own.

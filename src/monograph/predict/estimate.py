@@ -340,8 +340,9 @@ def _adapted_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedS
     layers = config.num_hidden_layers
     period = layer_period(config)
     shallow = period + layers % period
-    # A pattern of module names may select adapters in some blocks only.
-    may_differ = isinstance(lora.targets, str) and lora.targets != ALL_LINEAR
+    # A pattern of module names may select adapters in some blocks only, and so may the names of dense layers.
+    has_pattern = isinstance(lora.targets, str) and lora.targets != ALL_LINEAR
+    may_differ = has_pattern or bool(lora.dense)
     if may_differ or layers <= shallow + period:
         return _count_sizes(config, lora, precision)
     low = _count_sizes(config.shortened(shallow), lora, precision)

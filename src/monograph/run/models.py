@@ -400,7 +400,11 @@ def _load_unmerged(
     assumption = hub.assumption(folder)
     if assumption:
         warn(assumption)
-    return hub.mapped_model(folder, dtype)
+    model = hub.mapped_model(folder, dtype)
+    few_bits = hub.read_few_bits(folder, model.config)
+    if few_bits:
+        warn(f"{folder}: stored as {few_bits.label}, read as {few_bits.dtype.lower()}")
+    return model
 
 
 def load_trained(

@@ -141,9 +141,10 @@ def lora_record(lora: Lora) -> dict[str, Any]:
     if not isinstance(lora.targets, str):
         values["targets"] = list(lora.targets)
     values["tokens"] = list(lora.tokens)
+    values["dense"] = list(lora.dense)
     # Later versions added these options. The records of older runs lack them, so they are recorded
     # only if they are on.
-    for added in ("tokens", "rslora", "dora"):
+    for added in ("tokens", "rslora", "dora", "dense", "exact_scales"):
         if not values[added]:
             del values[added]
     return values
@@ -154,8 +155,8 @@ def recorded_lora(saved: Mapping[str, Any]) -> Lora:
     targets = saved["targets"]
     if not isinstance(targets, str):
         targets = tuple(targets)
-    tokens = tuple(saved.get("tokens", ()))
-    return Lora(**{**saved, "targets": targets, "tokens": tokens})
+    lists = {name: tuple(saved.get(name, ())) for name in ("tokens", "dense")}
+    return Lora(**{**saved, **lists, "targets": targets})
 
 
 def have_one_base(one: ModelRecipe, other: ModelRecipe) -> bool:

@@ -68,7 +68,7 @@ class ModelSource:
             other: the source that gets the answers.
             more: names of properties to copy, in addition to those that depend only on the base.
         """
-        copied_properties = {"run", "is_weight_file", "shape", "config", *more}
+        copied_properties = {"run", "is_weight_file", "shape", "config", "few_bits", *more}
         # `cached_property` stores its value in the instance's dict, under the property's name.
         for name, value in vars(self).items():
             if name in copied_properties:
@@ -141,6 +141,15 @@ class ModelSource:
         nothing to say.
         """
         return hub.assumption(self.base) if self._is_folder else ""
+
+    @cached_property
+    def few_bits(self) -> hub.FewBits | None:
+        """Return in which form a Hugging Face folder has weights in 4 or 8 bits; None if it has none,
+        or if the base is anything else.
+        """
+        if not self._is_folder or not has_weights(Path(self.base)):
+            return None
+        return hub.read_few_bits(self.base, self.shape)
 
     def require_headers(self, sizes: Mapping[str, Any]) -> None:
         """Require usable weights, as far as the headers of their files show; no weights are read.

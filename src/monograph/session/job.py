@@ -193,7 +193,14 @@ class Job:
             tokens: ids of the tokens whose rows are trained together with the adapters.
         """
         lora = self.training.lora
-        return replace(lora, tokens=tokens) if lora else None
+        if lora is None:
+            return None
+        lora = replace(lora, tokens=tokens)
+        few_bits = self.source.few_bits if self.source else None
+        if few_bits is None or few_bits.base != lora.base:
+            return lora
+        # The folder's codes are kept, and the layers that it does not quantise stay as they are.
+        return replace(lora, dense=few_bits.dense, exact_scales=lora.base == "nf4")
 
     def transfer_to(self, config: LlamaConfig | None) -> WidthTransfer | None:
         """Return the rule that scales learning rates for a model of this shape; None without width

@@ -25,6 +25,7 @@ from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import block_formats
+from monograph.model.hub import FewBits
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -125,6 +126,10 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
     source = built.plan.job.source
     if source and source.assumption:
         progress.line("note", source.assumption)
+    few_bits = source.few_bits if source else None
+    if few_bits:
+        lora = built.plan.training.lora
+        progress.line("note", _use_of_few_bits(few_bits, lora.base if lora else None))
     left_out = source.left_out if source else ""
     if left_out:
         progress.line("note", f"only the text model is trained: {left_out} are left out")
@@ -138,6 +143,31 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
             "output_router_logits = true balances experts only when texts are learned; rewards and pairs train "
             "without this balance",
         )
+
+
+def _use_of_few_bits(stored: FewBits, base: str | None) -> str:
+    """Return a line that says what becomes of weights that a folder has in 4 or 8 bits.
+
+    Args:
+        stored: the form in which the folder has them.
+        base: lora.base; None without adapters.
+    """
+    dtype = stored.dtype.lower()
+    if base is None:
+        return f"the weights are stored as {stored.label}: all are trained, from their values in {dtype}"
+    if base == stored.base != "auto":
+        dense = (
+            f"; {len(stored.dense)} layers that are in 16 bits there stay so"
+            if stored.dense
+            else ""
+        )
+        return f"the base keeps the codes of {stored.label} as they are{dense}"
+    hint = (
+        f"; lora.base = {stored.base} keeps its codes as they are" if stored.base != "auto" else ""
+    )
+    if base == "auto":
+        return f"the base is stored as {stored.label}, and read as {dtype}{hint}"
+    return f"the base is stored as {stored.label}, and rounded again to {base}{hint}"
 
 
 def agreed_plan(world: World, plan: RunPlan, machine: Device) -> RunPlan:
