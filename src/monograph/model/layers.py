@@ -98,7 +98,7 @@ class Attention(Mixer):
 
     name = "self_attn"
     gguf_adapters = True
-    siblings = ("q_proj", "k_proj", "v_proj")
+    siblings: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         """Add the parameters of a layer, given the configuration of the layer

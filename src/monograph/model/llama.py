@@ -369,7 +369,7 @@ class Llama(nn.Module):
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # The losses, which read the head's weight, ask the head for the cap (`cap_of`).
-        self.lm_head.logit_cap = config.final_logit_softcapping
+        self.lm_head.logit_cap = config.final_logit_softcapping  # type: ignore[assignment]
         # transformers keeps the factor in fp32, so it is rounded to fp32 here. The tensor is on the CPU even
         # if the model is built on the meta device, whose tensors have no numbers.
         self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())

@@ -1,0 +1,172 @@
+# Run: pytest tests/model/test_gemma4.py
+"""What only a Gemma 4 has: layers with heads of their own, values that are keys, a factor of each layer
+that is not trained, and a cap of the logits that losses read from the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from batches import ragged, tiny_config, tiny_llama
+from monograph.errors import InputRefused
+from monograph.graph.token_rows import add_trained_rows, merge_rows
+from monograph.laws.comparisons import relative_error
+from monograph.loop import train
+from monograph.loss import IGNORE, target_log_probabilities, token_loss
+from monograph.model.config import LlamaConfig
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.llama import Llama, kind_of_block
+from monograph.model.parameters import block_shapes
+from monograph.optim import AdamW
+from monograph.predict.roofline import flops_per_token
+from monograph.resident import Resident
+
+SIZES: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "sliding_window": 5,
+    "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 0.5,
+}
+FILE = {
+    "model_type": "gemma4_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 0,
+    "layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, FULL_ATTENTION],
+}  # fmt: skip
+OWN = {"head_dim": 16, "num_key_value_heads": 1}
+
+
+def test_a_layer_without_a_window_has_its_own_heads() -> None:
+    config = tiny_config(**SIZES)
+    sliding, full = config.of_layer(0), config.of_layer(1)
+    assert (sliding.head_dim, sliding.num_key_value_heads, sliding.attention_k_eq_v) == (
+        8,
+        2,
+        False,
+    )
+    assert (full.head_dim, full.num_key_value_heads, full.attention_k_eq_v) == (12, 1, True)
+    assert full.of_layer(1) == full and kind_of_block(config, 0) != kind_of_block(config, 1)
+    shapes = block_shapes(config, 0), block_shapes(config, 1)
+    assert shapes[0]["self_attn.v_proj.weight"] == (16, 32)
+    assert "self_attn.v_proj.weight" not in shapes[1]
+    assert shapes[1]["self_attn.k_proj.weight"] == (12, 32)
+    # A query sees 5 positions at most in the first layer: on average (1 + 2 + 3 + 4 + 5 * 12) / 16.
+    without_attention = (
+        6
+        * sum(shape[0] * shape[1] for each in shapes for shape in each.values() if len(shape) == 2)
+        + 6 * config.vocab_size * 32
+    )
+    attention = 12 * 4 * (8 * 70 / 16 + 12 * 17 / 2)
+    assert flops_per_token(config, 16) == pytest.approx(without_attention + attention)
+
+
+def test_the_last_layer_has_no_window_but_a_planned_part_of_a_model_may_end_anywhere() -> None:
+    config = tiny_config(**SIZES)
+    with pytest.raises(InputRefused, match="the last layer of a gemma4_text must be 'full_att"):
+        replace(config, layer_types=(FULL_ATTENTION, SLIDING_ATTENTION))
+    with pytest.raises(InputRefused, match="the last layer of a gemma4_text must be 'full_att"):
+        replace(config, layer_types=())
+    assert config.shortened(1).layer_types == (SLIDING_ATTENTION,)
+    assert LlamaConfig.preset("micro", family="gemma4_text").window(3) is None
+    listed = {**FILE, "layer_types": [SLIDING_ATTENTION] * 3}
+    assert LlamaConfig.from_hf(listed).window(2) is None  # as in transformers
+
+
+@pytest.mark.parametrize(
+    ("values", "heads"),
+    [
+        ({}, (512, 2)),
+        ({"global_head_dim": 16}, (16, 2)),
+        ({"global_head_dim": 16, "num_global_key_value_heads": 1}, (16, 2)),
+        ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, (512, 1)),
+        ({"per_layer_config": {"1": OWN, "2": OWN}, "attention_k_eq_v": True}, (16, 1)),
+        ({"per_layer_config": {"1": {"head_dim": 16}, "2": {"head_dim": 16}}}, (16, 2)),
+        ({"per_layer_config": {}, "global_head_dim": 16}, (8, 2)),
+    ],
+)
+def test_files_say_in_two_ways_what_heads_a_layer_has(
+    values: dict[str, Any], heads: tuple[int, int]
+) -> None:
+    from transformers import Gemma4TextConfig
+
+    ours = LlamaConfig.from_hf({**FILE, **values}).of_layer(2)
+    theirs = Gemma4TextConfig(**{**FILE, **values}).per_layer_config[2]
+    assert (ours.head_dim, ours.num_key_value_heads) == heads
+    assert (theirs.head_dim, theirs.num_key_value_heads) == heads
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 is not supported"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported: only 0 is"),
+        ({"enable_moe_block": True}, "enable_moe_block = True is not supported: only False is"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supp"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is not read in this family"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = .*: expected a table with a r"),
+        ({"per_layer_config": {"1": OWN}}, "per_layer_config: expected the same values for each"),
+        ({"per_layer_config": {"0": OWN, "1": OWN, "2": OWN}}, "per_layer_config: expected the same"),
+        ({"per_layer_config": {"1": OWN, "2": OWN}}, "per_layer_config has another num_key_value_h"),
+        ({"per_layer_config": dict.fromkeys("12", {"eps": 1})}, "per_layer_config has 'eps': only"),
+        ({"per_layer_config": [1]}, r"per_layer_config = \[1\]: expected a table"),
+        ({"global_head_dim": 7}, "global_head_dim = 7 is odd"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused_by_the_name_of_its_key(
+    values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputRefused, match=said):
+        LlamaConfig.from_hf({**FILE, **values})
+    with pytest.raises(InputRefused, match="num_global_key_value_heads = 1 needs attention_k_eq_v"):
+        tiny_config(**SIZES | {"attention_k_eq_v": False})
+
+
+def test_a_layers_factor_counts_and_is_not_trained() -> None:
+    model = tiny_llama(torch.float64, **SIZES)
+    batch = ragged(4, 0)
+    before = token_loss(model, batch)[0].item()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.layer_scalar.fill_(0.7)
+    assert token_loss(model, batch)[0].item() != before
+    engine = Resident(model, optim=AdamW(lr=0.1, weight_decay=0.5))
+    list(train(engine, [batch]))
+    for block in model.model.layers:
+        assert block.layer_scalar.item() == 0.7
+
+
+def with_trained_rows(model: Llama) -> None:
+    model.requires_grad_(False)
+    add_trained_rows(model, [3, 5])
+    with torch.no_grad():
+        model.lm_head.token_rows.add_(0.3)
+
+
+def with_merged_rows(model: Llama) -> None:
+    with_trained_rows(model)
+    merge_rows(model)
+
+
+@pytest.mark.parametrize("change", [lambda model: None, with_trained_rows, with_merged_rows])
+def test_losses_and_scores_have_the_cap_of_the_models_logits(change: Any) -> None:
+    model = tiny_llama(torch.float64, initializer_range=0.1, **SIZES)
+    change(model)
+    batch = ragged(4, 0)
+    hidden = model(batch["tokens"], batch.get("segments"), batch.get("positions"))
+    logits = model.logits(hidden)
+    assert 0.3 < logits.abs().max() < 0.5  # so that the cap matters
+    targets = batch["targets"]
+    logs = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    kept = targets != IGNORE
+    assert relative_error(token_loss(model, batch)[0], -logs[kept].sum()) < 1e-12
+    assert (
+        relative_error(target_log_probabilities(model, batch).view_as(logs)[kept], logs[kept])
+        < 1e-12
+    )
