@@ -284,7 +284,7 @@ LAYER = "layers.1.mlp.down_proj"
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:0], r"bitsandbytes__nf4 is not JSON"),
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t.repeat(100), r"expected at most 4096 bytes, U8"),
         ("nf4", f"{LAYER}.weight.nested_absmax", lambda t: t.repeat(2), r"nested_absmax is F32 of shape \[2\], expe"),
-        ("nf4", f"{LAYER}.weight.absmax", lambda t: t[1:], r"weight.absmax is U8 of shape \[191\], expected U8 "),
+        ("nf4", f"{LAYER}.weight.absmax", lambda t: t[1:], r"absmax is U8 of shape \[191\], expected U8 "),
         ("nf4", f"{LAYER}.weight.absmax", Tensor.float, r"absmax is F32 of shape \[192\], expected U8 of "),
         ("int8", f"{LAYER}.SCB", drop, r"down_proj.SCB is missing, which .*down_proj.weight needs"),
         ("int8", f"{LAYER}.SCB", lambda t: t[1:], r"SCB is F32 of shape \[63\], expected F32 of shape \[64\]"),
@@ -341,6 +341,18 @@ def test_a_description_with_a_wrong_value_is_refused(
         mapped_model(tmp_path / "model")
 
 
+def test_without_its_key_blocks_have_the_size_that_transformers_takes(tmp_path: Path) -> None:
+    for number, block in enumerate([(128, 128), None]):
+        folder = tmp_path / str(number)
+        stored = quantise(write(folder), "fp8", partial(fp8, block=block))
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]["weight_block_size"]
+        (folder / "config.json").write_text(json.dumps(config))
+        name = "model.layers.0.mlp.up_proj.weight"
+        found = load_model(folder).get_parameter(name)
+        assert torch.equal(found, by_definition(stored, name).bfloat16())
+
+
 def test_a_weight_of_another_shape_is_refused_by_the_keys_of_its_config(tmp_path: Path) -> None:
     quantise(write(tmp_path / "model"), "nf4")
     path = tmp_path / "model" / "config.json"
@@ -381,7 +393,8 @@ ASYMMETRIC = {"weights": {"num_bits": 8, "type": "int", "symmetric": False}}
         (COMPRESSED | {"config_groups": {"a": FLOAT, "b": INT}}, r"several formats in one folder"),
         (COMPRESSED | {"config_groups": {"a": {}}}, r"config_groups.a.weights = None: expected 8 bits"),
         (COMPRESSED | {"config_groups": {"a": FLOAT}, "transform_config": {"b": 1}}, r"sparse or transformed"),
-        (INTEGERS | {"config_groups": {"a": ASYMMETRIC}}, r"config_groups.a.weights = .*: expected 8 bits, .*symmetric"),
+        (INTEGERS | {"config_groups": {"a": INT}, "sparsity_config": ["2:4"]}, r"sparse or transformed"),
+        (INTEGERS | {"config_groups": {"a": ASYMMETRIC}}, r"config_groups.a.weights = .*: expected 8 bits"),
     ],
 )  # fmt: skip
 def test_another_method_is_refused_with_what_to_do(tmp_path: Path, table: Any, said: str) -> None:
