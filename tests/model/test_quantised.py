@@ -282,6 +282,7 @@ LAYER = "layers.1.mlp.down_proj"
         ("nf4", f"{LAYER}.weight.quant_state", drop, r"weight is U8, and no scales of bitsandbytes nf4"),
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:-1], r"bitsandbytes__nf4 is not JSON"),
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t[:0], r"bitsandbytes__nf4 is not JSON"),
+        ("nf4", f"{LAYER}.weight.quant_state", lambda t: torch.tensor([91, 93]).byte(), r"__nf4 is not a table"),  # []
         ("nf4", f"{LAYER}.weight.quant_state", lambda t: t.repeat(100), r"expected at most 4096 bytes, U8"),
         ("nf4", f"{LAYER}.weight.nested_absmax", lambda t: t.repeat(2), r"nested_absmax is F32 of shape \[2\], expe"),
         ("nf4", f"{LAYER}.weight.absmax", lambda t: t[1:], r"absmax is U8 of shape \[191\], expected U8 "),
@@ -290,7 +291,7 @@ LAYER = "layers.1.mlp.down_proj"
         ("int8", f"{LAYER}.SCB", lambda t: t[1:], r"SCB is F32 of shape \[63\], expected F32 of shape \[64\]"),
         ("int8", f"{LAYER}.weight_format", lambda t: t + 2, r"weight_format = 2: expected 0, rows in order"),
         ("int8", f"{LAYER}.weight_format", Tensor.float, r"weight_format is F32 of shape \[\], expected one byte"),
-        ("int8", "model.norm.weight", Tensor.char, r"model.norm.weight is I8 of shape \[64\], expected a matrix"),
+        ("int8", "model.norm.weight", Tensor.char, r"norm.weight is I8 of shape \[64\], expected a matrix"),
         ("fp8", f"{LAYER}.weight_scale_inv", drop, r"weight_scale_inv or .*weight_scale is missing, which"),
         ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t.mT, r"scale_inv is F32 of shape \[2, 1\], expected .*\[1, 2\]"),
         ("fp8", f"{LAYER}.weight_scale_inv", lambda t: t[0], r"scale_inv is F32 of shape \[2\], expected .*\[1, 2\]"),
