@@ -96,7 +96,9 @@ def _read_fp8(table: Mapping[str, Any]) -> Quantisation:
         raise InputRefused(
             f"{KEY}.expert_dtype = {experts!r} is not read, only 'fp8': {_SAVE_DENSE}"
         )
-    block = _block(table.get("weight_block_size"), "weight_block_size")
+    # transformers' default. Files without this key may also have one scale for a weight.
+    default = [128, 128]
+    block = _block(table.get("weight_block_size", default), "weight_block_size")
     label = "fp8" if block is None else f"fp8 in blocks of {block[0]} x {block[1]}"
     return Quantisation("scaled", label, block=block)
 
@@ -110,8 +112,9 @@ def _read_compressed(table: Mapping[str, Any]) -> Quantisation:
             f"{KEY}.format = {form!r} of compressed-tensors is not read, only {', '.join(_BYTE_FORMATS)} with "
             f"config_groups: {_SAVE_DENSE}"
         )
-    sparsity = table.get("sparsity_config") or {}
-    if table.get("transform_config") or sparsity.get("format", "dense") != "dense":
+    sparsity = table.get("sparsity_config") or {"format": "dense"}
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format") == "dense"
+    if table.get("transform_config") or not is_dense:
         raise InputRefused(
             f"{KEY}: sparse or transformed weights of compressed-tensors are not read: {_SAVE_DENSE}"
         )

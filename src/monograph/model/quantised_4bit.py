@@ -7,12 +7,11 @@ bitsandbytes 0.50.
 """
 
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from monograph.model import stored_parts
 from monograph.model.files import DTYPES, StoredTensor, read_tensors
 from monograph.model.quantisation import Quantisation
 from monograph.model.stored_parts import described, name_in_file, refuse_missing, require
+from monograph.storage.reading import parse_json
 
 # The name of the tensor that describes a 4-bit weight. The groups are the weight's name and the kind of codes.
 _STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
@@ -81,7 +81,7 @@ def _parsed_state(content: bytes, path: Path, name: str) -> _State:
         InputRefused: a value is missing or wrong.
     """
     try:
-        values: Any = json.loads(content)
+        values = parse_json(content)
     except (ValueError, RecursionError):
         raise InputRefused(f"{path}: {name} is not JSON: the folder is damaged") from None
     if not isinstance(values, dict):

@@ -135,16 +135,12 @@ def _block_of(
     *experts, rows, columns = tensor.shape if len(tensor.shape) >= 2 else (0, 0)
     whole = (rows, columns)
     # What shares a scale, by the shapes that the scales may have.
+    by_shape = {(): whole, (1,): whole}
     if block is None:
-        by_shape = {
-            (): whole,
-            (1,): whole,
-            (*experts, 1, 1): whole,
-            (*experts, rows, 1): (1, columns),
-        }
+        by_shape |= {(*experts, 1, 1): whole, (*experts, rows, 1): (1, columns)}
     else:
         counts = (math.ceil(rows / block[0]), math.ceil(columns / block[1]))
-        by_shape = {(*experts, *counts): block}
+        by_shape |= {(*experts, *counts): block}
     is_float = scales.dtype in DTYPES
     if not rows or not is_float or scales.shape not in by_shape:
         expected = " or ".join(str(list(shape)) for shape in by_shape)
