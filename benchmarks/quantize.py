@@ -40,8 +40,14 @@ from torch import Tensor
 
 import monograph as mono
 from monograph.graph.lora_merge import plain_parameters
-from monograph.model.exports import TRAINED_DTYPES
-from monograph.model.gguf import FILE, block_formats, import_gguf, llama_cpp_tensors, save_gguf
+from monograph.model.gguf import (
+    FILE,
+    TRAINED_DTYPES,
+    block_formats,
+    import_gguf,
+    llama_cpp_tensors,
+    save_gguf,
+)
 from monograph.ops.weight_blocks import round_to_blocks
 from monograph.text.tokenizer import Tokenizer
 

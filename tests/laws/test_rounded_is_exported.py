@@ -29,8 +29,14 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import TRAINED_DTYPES
-from monograph.model.gguf import FILE, block_formats, llama_cpp_tensors, require_blocks, save_gguf
+from monograph.model.gguf import (
+    FILE,
+    TRAINED_DTYPES,
+    block_formats,
+    llama_cpp_tensors,
+    require_blocks,
+    save_gguf,
+)
 from monograph.model.llama import Llama
 from monograph.ops.weight_blocks import round_to_blocks
 from monograph.optim import AdamW, Muon

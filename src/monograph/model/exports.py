@@ -207,9 +207,6 @@ class Gguf(Export):
         return f"{folder / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base"
 
 
-# The dtype of a GGUF file that holds exactly the weights of a model, by the key `train.quantize` with which
-# the model was trained.
-TRAINED_DTYPES = {"int4": "q4_0", "int8": "q8_0"}
 # The formats by their words on the command line. The first is the default.
 EXPORTS: dict[str, Export] = {"hf": HuggingFace(), "gguf": Gguf()}
 

@@ -32,7 +32,6 @@ from monograph.graph.lora_merge import UnreadTensor, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import TRAINED_DTYPES
 from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
@@ -58,6 +57,9 @@ FILE = "model.gguf"
 # The dtypes of a file, by their names on the command line. The value is gguf's name of the type that
 # most matrices of such a file have; a file has tensors of several types.
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"} | K_QUANTS
+# The dtype of a file that holds exactly the weights of a model, by the value of the key `train.quantize` with
+# which the model was trained.
+TRAINED_DTYPES = {"int4": "q4_0", "int8": "q8_0"}
 # The number of a file's dtype in llama.cpp's enum `llama_ftype`.
 _FILE_TYPES = {
     "f32": 0,
