@@ -28,8 +28,8 @@ from monograph.model import adapter, hub, torch_file, whole_folder
 from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
-from monograph.model.gguf import TRAINED_DTYPES
 from monograph.model.files import write_no_extras
+from monograph.model.gguf import TRAINED_DTYPES
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import set_new_rows
 from monograph.run import recorded_state
