@@ -71,6 +71,20 @@ def test_a_compiler_computes_the_same_bits(block_format: str) -> None:
     assert torch.equal(compiled(weights, block_format), round_to_blocks(weights, block_format))
 
 
+@FORMATS
+@pytest.mark.gpu
+def test_a_gpu_computes_numbers_of_a_file(block_format: str) -> None:
+    """Its quotients may have another last bit, and it may fuse a product and a sum. A few weights are then
+    rounded to the neighbouring number, but to one that the file holds.
+    """
+    weights = torch.randn(64, 2 * BLOCK, generator=torch.Generator().manual_seed(0)).cuda()
+    for function in (round_to_blocks, torch.compile(round_to_blocks, fullgraph=True)):
+        found = function(weights, block_format).cpu()
+        assert torch.equal(of_a_file(found, block_format), found)
+        expected = round_to_blocks(weights.cpu(), block_format)
+        assert float((found != expected).float().mean()) < 0.01
+
+
 def test_scales_are_rounded_as_fp16_rounds() -> None:
     """All positive numbers of fp16, the numbers halfway between neighbours, and those next to these."""
     halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()

@@ -59,8 +59,8 @@ FILE = "model.gguf"
 # The dtypes of a file, by their names on the command line. The value is gguf's name of the type that
 # most matrices of such a file have; a file has tensors of several types.
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"} | K_QUANTS
-# The dtype of a GGUF file that holds exactly the weights of a model, by the key `train.quantize` with which
-# the model was trained.
+# The dtype of a file that holds exactly the weights of a model, by the value of the key `train.quantize` with
+# which the model was trained.
 TRAINED_DTYPES = {"int4": "q4_0", "int8": "q8_0"}
 # The number of a file's dtype in llama.cpp's enum `llama_ftype`.
 _FILE_TYPES = {
