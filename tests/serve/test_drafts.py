@@ -163,7 +163,7 @@ def test_a_text_that_the_host_follows_takes_one_token_of_a_pass(
     """Also where the first one was proposed: only the host knows which tokens may come next."""
 
     def propose(self: draft.Drafter, *_: Any) -> torch.Tensor:
-        return torch.full((ROWS, self.tokens), ord("{"))
+        return torch.full((ROWS, self.tokens), TOKENIZER.encode("{")[0])
 
     monkeypatch.setattr(draft.Drafter, "propose", propose)
     monkeypatch.setattr(draft, "cost_of_pass", lambda *_: 1.0)

@@ -167,11 +167,13 @@ class KVCache:
         if self.one_query_at_a_time and queries > 1:
             # A query sees no position after its own, so the later keys need not be written yet.
             mixed = list[Tensor]()
-            for index in range(queries):
-                one = slice(index, index + 1)
-                heads_of_one = tuple(each[:, :, one] for each in heads)
+            for place in range(queries):
+                one = slice(place, place + 1)
+                query, key, value = (each[:, :, one] for each in heads)
                 mixed.append(
-                    self.attend(layer_index, heads_of_one, positions_BT[:, one], window, sink_H)
+                    self.attend(
+                        layer_index, (query, key, value), positions_BT[:, one], window, sink_H
+                    )
                 )
             return torch.cat(mixed, dim=2)
         query_BHTE, key_BKTE, value_BKTE = heads
