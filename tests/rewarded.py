@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from batches import tiny_llama
 from monograph.graph.lora import Lora
 from monograph.model.adapter import install_adapters
+from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.rl.arrange import RolloutOptions
@@ -104,3 +106,25 @@ def apart(rollouts: Rollouts) -> tuple[float, float]:
     _, largest, number = totals.tolist()[:3]
     totals.zero_()
     return largest, number
+
+
+def products_have_rows_of_their_own(
+    model: Llama, dtype: torch.dtype = torch.float32, least: int = 16
+) -> bool:
+    """Whether this machine's products with a model's weights give a row the same bits for every
+    number of rows from `least` on that four divides.
+
+    No library promises it. It is so in fp32, on one thread of an AMD EPYC or of an Intel Xeon with
+    AVX-512, and not where an Intel processor has AVX2 only (dev/log.md).
+    """
+    generator = torch.Generator().manual_seed(0)
+    for outer, inner in {weight.shape for weight in model.parameters() if weight.ndim == 2}:
+        left = torch.randn(300, inner, generator=generator).to(dtype)
+        right = torch.randn(outer, inner, generator=generator).to(dtype)
+        whole = F.linear(left, right)
+        if any(
+            not torch.equal(F.linear(left[:rows], right), whole[:rows])
+            for rows in (*range(least, 36, 4), 132)
+        ):
+            return False
+    return True

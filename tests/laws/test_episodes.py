@@ -18,6 +18,7 @@ from batches import flat_gradient, tiny_llama
 from daily import nightly
 from monograph.decode.prompt_reader import PromptReader
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.loss import IGNORE
 from monograph.model.llama import Llama
 from monograph.rl import rollouts as room
@@ -28,7 +29,7 @@ from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rollouts import Drawer
 from played import PLAYED, episodes
-from rewarded import OPTIONS, apart
+from rewarded import OPTIONS, apart, products_have_rows_of_their_own
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,11 @@ def drawn() -> tuple[EpisodeDrawer, list[Episode]]:
     return drawer, cast(list[Episode], found)
 
 
+def apart_at_most(model: Any, least: int = 16) -> float:
+    """How far a log-probability may be from that of another pass over the same tokens."""
+    return 0.0 if products_have_rows_of_their_own(model, least=least) else LOG_PROBABILITY_BOUND
+
+
 def test_answers_of_all_turns_are_scored_in_the_bits_in_which_they_were_drawn() -> None:
     rollouts = episodes()
     engine = rollouts.drawer.engine
@@ -48,7 +54,7 @@ def test_answers_of_all_turns_are_scored_in_the_bits_in_which_they_were_drawn() 
     engine.accumulate(window)
     largest, number = apart(rollouts)
     assert number == rollouts.numbers["drawn_tokens"] > 60
-    assert largest == 0
+    assert largest <= apart_at_most(engine.model)
 
 
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
@@ -80,12 +86,16 @@ def test_a_row_that_goes_on_draws_the_bits_of_reading_the_episode_again(
     prompts = [prompt for prompt in drawer.prompts.train[:2] for _ in range(4)]
     found = cast(list[Episode], drawer.draw(prompts, range(11, 19)))
     assert drawer.generator.rows == rows == len(drawer.generator._free_rows)
-    turns = 0
+    turns, bound = 0, apart_at_most(drawer.model, least=4)
     for prompt, seed, episode in zip(prompts, range(11, 19), found, strict=True):
         ids = list(episode.prompt_ids)
         for turn in episode.turns:
             [again] = Drawer.draw(drawer, [prompt._replace(ids=tuple(ids))], [seed])
-            assert again == turn.completion
+            assert replace(again, logprobs=None) == replace(turn.completion, logprobs=None)
+            assert again.logprobs and turn.completion.logprobs
+            for one, other in zip(again.logprobs, turn.completion.logprobs, strict=True):
+                assert abs(one.drawn - other.drawn) <= bound
+                assert abs(one.processed_drawn - other.processed_drawn) <= bound
             ids += [*turn.completion.token_ids, *turn.observed_ids]
             turns += 1
     assert turns > 2 * len(found)
@@ -182,7 +192,7 @@ def test_episodes_of_a_chat_with_tools_have_the_ids_that_its_template_writes(
     engine = rollouts.drawer.engine
     engine.accumulate(next(rollouts))
     largest, number = apart(rollouts)
-    assert number >= 4 and largest == 0
+    assert number >= 4 and largest <= apart_at_most(engine.model)
     [episode] = cast(list[Episode], rollouts.drawer.draw([prompt], [3]))
     ends = [turn.completion.token_ids[-1] in rollouts.drawer.end_ids for turn in episode.turns]
     written = tokenizer.decode([*episode.prompt_ids, *episode.ids_after_prompt])

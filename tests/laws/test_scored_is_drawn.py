@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import captured_to_train
@@ -19,11 +18,10 @@ from monograph.decode.generator import Generator
 from monograph.graph import grouped
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, differing_draws
-from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.rl import rollouts as room
 from monograph.rl.rollouts import Drawer, Rollouts
-from rewarded import OPTIONS, apart, drawer, windows
+from rewarded import OPTIONS, apart, drawer, products_have_rows_of_their_own, windows
 
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
@@ -33,24 +31,6 @@ WIDE = {
     "head_dim": 128,
 }  # fmt: skip
 BATCHED = replace(OPTIONS, packed=True, exact=False)
-
-
-def products_have_rows_of_their_own(model: Llama, dtype: torch.dtype) -> bool:
-    """Whether this machine's products with a model's weights give a row the same bits for every
-    number of rows from 16 on that four divides.
-
-    It is so in fp32 on one thread of every processor that was measured (dev/log.md), but no library
-    promises it.
-    """
-    for outer, inner in {weight.shape for weight in model.parameters() if weight.ndim == 2}:
-        left, right = torch.randn(300, inner).to(dtype), torch.randn(outer, inner).to(dtype)
-        whole = F.linear(left, right)
-        if any(
-            not torch.equal(F.linear(left[:rows], right), whole[:rows])
-            for rows in (*range(16, 36, 4), 132)
-        ):
-            return False
-    return True
 
 
 SHAPES = {
@@ -133,7 +113,7 @@ def test_products_have_rows_filled_up_whatever_the_lengths(
     assert counted.rows_of_attention
     assert all(rows % 4 == 0 for rows in counted.rows_of_attention), counted.rows_of_attention
     rollouts.drawer.engine.accumulate(window)
-    if products_have_rows_of_their_own(rollouts.drawer.model, torch.float32):
+    if products_have_rows_of_their_own(rollouts.drawer.model):
         assert apart(rollouts)[0] == 0
 
 
