@@ -104,7 +104,11 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
         raise InputRefused(
             f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
         )
-    model = _load_unmerged(recipe.init, _no_warning, torch.float32, recipe.sizes)
+    model = _load_unmerged(
+        recipe.init, _no_warning, torch.float32, recipe.sizes, mtp=recipe.trains_mtp
+    )
+    if not recipe.trains_mtp:
+        model.remove_mtp_()  # a run may have it
     return _merge_adapters(model), token_loss
 
 
@@ -117,7 +121,9 @@ def _warn_in_python(line: str) -> None:
     warnings.warn(line, stacklevel=2)
 
 
-def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Tokenizer | None]:
+def load(
+    folder: str | Path, warn: Warn = _warn_in_python, *, mtp: bool = False
+) -> tuple[Llama, Tokenizer | None]:
     """Load a language model and its tokenizer by name.
 
     A run's model is that of its newest valid checkpoint, or of the checkpoint whose folder is
@@ -129,6 +135,8 @@ def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Token
             (`monograph.run.repository.fetch_if_on_hub`).
         warn: called with each line that the user should read; by default it becomes a warning of
             Python's.
+        mtp: whether the model of a Hugging Face folder shall have the folder's head for multi-token
+            prediction (`monograph.model.mtp`). The model of a run has it if it was trained.
 
     Returns:
         The model and its tokenizer. The tokenizer of a weight file is the tokenizer.json next to
@@ -143,7 +151,7 @@ def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Token
     if run:
         model, tokenizer, _ = load_run(run, warn)
         return model, tokenizer
-    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={})
+    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={}, mtp=mtp)
     model = materialize_(_merge_adapters(unmerged))  # reads weights that are still in their files
     require_all_finite(model, folder)  # not needed for a run, which saves only finite weights
     path = find_tokenizer(folder)
@@ -343,7 +351,11 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
 
 
 def _load_unmerged(
-    folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]
+    folder: str | Path,
+    warn: Warn,
+    dtype: torch.dtype | None,
+    sizes: Mapping[str, Any],
+    mtp: bool = False,
 ) -> Llama:
     """Load a model with its adapters unmerged. Its weights may still be in their files.
 
@@ -352,6 +364,7 @@ def _load_unmerged(
         warn: called with each line that the user should read.
         dtype: the dtype of the weights; None for the stored dtype.
         sizes: sizes that a weight file does not record.
+        mtp: see `load`.
 
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
@@ -385,7 +398,7 @@ def _load_unmerged(
     assumption = hub.assumption(folder)
     if assumption:
         warn(assumption)
-    return hub.mapped_model(folder, dtype)
+    return hub.mapped_model(folder, dtype, mtp)
 
 
 def load_trained(

@@ -60,7 +60,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import module_digest
 from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
-from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, MTP, STREAMED, Condition
 from monograph.session.objective import (
     CurveOfScores,
     DecidedObjective,
@@ -143,6 +143,7 @@ class Rewards(Objective):
         (MODEL_FROM_CODE, "such a model has no tokenizer: name a run or a folder"),
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
+        (MTP, "only texts train the head: leave it out"),
         (
             Condition(
                 "train.tokens = {tokens}", lambda choices: choices.tokens is not None, "a number"
