@@ -136,11 +136,15 @@ class ModelSource:
 
     @property
     def left_out(self) -> str:
-        """Return the tensors of a Hugging Face folder that are not loaded, such as "a.*, b.*".
+        """Return the tensors of a Hugging Face folder or a run that are not loaded, such as "a.*, b.*".
 
-        They belong to parts that no text model has. The result is "" if there are none, or if the
-        base is anything else.
+        They belong to parts that no text model has, or that are not trained. The result is "" if there
+        are none, or if the base is anything else.
         """
+        if self.run is not None:
+            recorded = recorded_state.newest_state(self.run).get("model_config") or {}
+            has_head = bool(recorded.get("mtp_num_hidden_layers"))
+            return f"{hub.MTP_PREFIX}*" if has_head and not self.mtp else ""
         if not self._is_folder or not has_weights(Path(self.base)):
             return ""
         return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base, self.mtp))
