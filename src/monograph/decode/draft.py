@@ -25,6 +25,7 @@ Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from monograph.decode.step import DecodeStep, State, Status
 from monograph.device import tensor_on
 from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 
 # K, the number of tokens that are proposed at a time: its default, and its maximum.
@@ -97,8 +99,7 @@ class Drafter:
             UsageError: the draft model has recurrent layers, whose state cannot be rolled back, or
                 fewer positions than a row, or fewer tokens than the tokenizer.
         """
-        if not 1 <= tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"draft_tokens = {tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+        require_draft_tokens(tokens)
         if model.config.vocab_size < vocabulary:
             raise UsageError(
                 f"the draft model has {model.config.vocab_size} tokens, and the model's tokenizer {vocabulary}: "
@@ -124,8 +125,7 @@ class Drafter:
             )
         self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         self._vocabulary = vocabulary
-        share = _weights_read(model) / _weights_read(target)
-        self.cost = 1 + PASS_COST + tokens * (share + TOKEN_COST)
+        self.cost = draft_cost(_weights_read(model), target, tokens)
 
     def begin(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
         """Read the prompts of texts that are about to begin in rows.
@@ -159,8 +159,6 @@ class Drafter:
             blocks: how many blocks of the cache attention reads.
         """
         cache = self.cache.with_first_blocks(blocks)
-        stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
-        own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
         proposed: list[Tensor] = []
         # The first pass also reads the token before the last one, which may not have been read yet
@@ -171,23 +169,88 @@ class Drafter:
         for index in range(self.tokens):
             hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
             logits_BV = self.model.logits(hidden_BTD[:, -1])[:, : self._vocabulary]
-            position_B = state.position_B + 1 + index
-            rows = SamplerRows(
-                seed_B=state.seed_B,
-                position_B=position_B,
-                generated_B=state.generated_B,
-                knobs=dict(knobs),
-                counts_BV=None,
-                prompt_BV=None,
-                past=None,
-                mu_B=None,
-            )
-            # Without filters, the truncation makes no difference.
-            token_B = sample(logits_BV, rows, None, own_chain, "search").token_B
+            token_B = sample_proposal(logits_BV, state, index, knobs, chain)
             proposed.append(token_B)
             tokens_BT = token_B[:, None]
-            positions_BT = position_B.clamp(max=last_slot)[:, None]
+            positions_BT = (state.position_B + 1 + index).clamp(max=last_slot)[:, None]
         return torch.stack(proposed, dim=1)
+
+    def after_pass(
+        self, position_B: Tensor, state: State, next_BS: Tensor, hidden_BSD: Tensor
+    ) -> None:
+        """Take what the model has computed in a pass, which a draft model does not read."""
+
+    def caches(self) -> list[tuple[LlamaConfig, KVCache, int]]:
+        """Return all caches, each with its model's configuration and its number of rows."""
+        config = self.model.config
+        rows = self.previous_B.shape[0]
+        return [(config, self.cache, rows), (config, self.reader.cache, self.reader.rows)]
+
+
+class ProposingDrafter(Protocol):
+    """What `DraftedStep` needs: a `Drafter`, or a `HeadDrafter` (`monograph.decode.draft_head`)."""
+
+    tokens: int
+    previous_B: Tensor
+
+    def propose(
+        self, state: State, knobs: Mapping[str, Tensor], chain: Chain, blocks: int
+    ) -> Tensor:
+        """See `Drafter.propose`."""
+
+    def after_pass(
+        self, position_B: Tensor, state: State, next_BS: Tensor, hidden_BSD: Tensor
+    ) -> None:
+        """See `HeadDrafter.after_pass`."""
+
+
+def require_draft_tokens(tokens: int) -> None:
+    """Refuse a number of proposed tokens that is not possible.
+
+    Raises:
+        UsageError: it is not from 1 to MAX_DRAFT_TOKENS.
+    """
+    if not 1 <= tokens <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"draft_tokens = {tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+
+
+def draft_cost(weights_read: int, target: Llama, tokens: int) -> float:
+    """Return the estimated time of a pass with drafts, in ordinary steps.
+
+    Args:
+        weights_read: how many weights are read to propose a token.
+        target: the model whose texts are written.
+        tokens: K.
+    """
+    share = weights_read / _weights_read(target)
+    return 1 + PASS_COST + tokens * (share + TOKEN_COST)
+
+
+def sample_proposal(
+    logits_BV: Tensor, state: State, index: int, knobs: Mapping[str, Tensor], chain: Chain
+) -> Tensor:
+    """Return a proposed token for each row, int64 [B].
+
+    Args:
+        logits_BV: the logits of the token.
+        state: the state of the rows.
+        index: the number of tokens that were proposed before, in this pass.
+        knobs: the numbers that the chain's stages read.
+        chain: the chain of the model's step, of which only the temperatures are used.
+    """
+    stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
+    rows = SamplerRows(
+        seed_B=state.seed_B,
+        position_B=state.position_B + 1 + index,
+        generated_B=state.generated_B,
+        knobs=dict(knobs),
+        counts_BV=None,
+        prompt_BV=None,
+        past=None,
+        mu_B=None,
+    )
+    # Without filters, the truncation makes no difference.
+    return sample(logits_BV, rows, None, Chain(stages=stages), "search").token_B
 
 
 class DraftedStep:
@@ -197,8 +260,8 @@ class DraftedStep:
     status WAITING.
     """
 
-    def __init__(self, step: DecodeStep, drafter: Drafter) -> None:
-        """Take the model's step and the draft model."""
+    def __init__(self, step: DecodeStep, drafter: ProposingDrafter) -> None:
+        """Take the model's step and what proposes tokens."""
         self.step = step
         self.drafter = drafter
 
@@ -212,11 +275,15 @@ class DraftedStep:
         running = Status.RUNNING.value
         waiting = Status.WAITING.value
         proposed_BK = self.drafter.propose(state, step.knobs, step.chain, blocks)
-        logits_BSV = step.logits_of_proposed(proposed_BK, blocks)
+        hidden_BSD = step.hidden_of_proposed(proposed_BK, blocks)
+        logits_BSV = step.logits_of(hidden_BSD)
+        position_before_B = state.position_B.clone()
+        sampled_tokens = list[Tensor]()
         for index in range(self.drafter.tokens + 1):
             token_before_B = state.token_B.clone()
             count_before_B = state.generated_B.clone()
             step.sample_after(logits_BSV[:, index], truncation, follow_automata)
+            sampled_tokens.append(state.token_B.clone())
             sampled_B = state.generated_B > count_before_B
             previous_B = self.drafter.previous_B
             previous_B.copy_(torch.where(sampled_B, token_before_B, previous_B))
@@ -225,6 +292,8 @@ class DraftedStep:
                 waits_B = is_other_B & (status_B == running)
                 status_B.copy_(torch.where(waits_B, waiting, status_B))
         status_B.copy_(torch.where(status_B == waiting, running, status_B))
+        next_BS = torch.stack(sampled_tokens, dim=1)
+        self.drafter.after_pass(position_before_B, state, next_BS, hidden_BSD)
 
 
 def _weights_read(model: Llama) -> int:

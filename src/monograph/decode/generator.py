@@ -37,6 +37,7 @@ from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.draft import DRAFT_TOKENS, MAX_LOST_STEPS, DraftedStep, Drafter
+from monograph.decode.draft_head import HeadDrafter
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import (
@@ -69,6 +70,8 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
+# What proposes tokens: a draft model, or the model's own head for multi-token prediction.
+Draft = Llama | Literal["mtp"]
 # The prompt of a row that has no prompt's keys and values.
 _NO_PROMPT = PromptToRead(())
 
@@ -132,7 +135,7 @@ class Generator:
         pace: int | Pace | None = None,
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
-        draft: Llama | None = None,
+        draft: Draft | None = None,
         draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
@@ -154,7 +157,8 @@ class Generator:
             impl: "reference": a step is the model's own forward pass; "auto": on a GPU, special
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
             draft: a small model with the same vocabulary, which proposes tokens
-                (`monograph.decode.draft`); None: each step samples one token.
+                (`monograph.decode.draft`); "mtp": the model's own head for multi-token prediction
+                does (`monograph.decode.draft_head`); None: each step samples one token.
             draft_tokens: the number of tokens that it proposes at a time.
 
         Raises:
@@ -192,7 +196,7 @@ class Generator:
         # The lines of a block. The rings have twice as many, so that the host can read one block while
         # the next one is written (`Outbox`).
         lines = self.pace.steps
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter | HeadDrafter | None = None
         if draft is not None:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
@@ -200,9 +204,22 @@ class Generator:
                 raise UsageError(
                     "a draft: the model has recurrent layers, whose state cannot be rolled back"
                 )
-            self.drafter = Drafter(
-                draft.eval(), model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
-            )
+            if draft == "mtp":
+                self.drafter = HeadDrafter(
+                    model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
+                )
+            else:
+                self.drafter = Drafter(
+                    draft.eval(),
+                    model,
+                    draft_tokens,
+                    rows,
+                    sizes,
+                    vocabulary,
+                    chunk,
+                    wrap,
+                    recorder,
+                )
             lines = max(lines, 1 + draft_tokens)
         self.state = State.allocate(
             rows, self.slots, vocabulary, 2 * lines, self.chain, weight.device
@@ -227,12 +244,8 @@ class Generator:
                 (model.config, self.cache, rows),
                 (model.config, self.reader.cache, self.reader.rows),
             ]
-            if draft is not None and self.drafter is not None:
-                reader = self.drafter.reader
-                caches += [
-                    (draft.config, self.drafter.cache, rows),
-                    (draft.config, reader.cache, reader.rows),
-                ]
+            if self.drafter is not None:
+                caches += self.drafter.caches()
             for config, cache, cache_rows in caches:
                 key_heads = config.num_key_value_heads
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
@@ -287,7 +300,9 @@ class Generator:
         # not possible: the last position would see only positions near it, and if these are not in the
         # blocks that are read, the attention to no position at all gives NaN. The row is then moved to
         # position 0, where it overwrites the beginning of its last prompt.
-        configs = [model.config] if draft is None else [model.config, draft.config]
+        configs = [model.config]
+        if self.drafter is not None:
+            configs += [config for config, _, _ in self.drafter.caches()]
         self._keeps_prompts = not any(
             config.window(layer) for config in configs for layer in range(config.num_hidden_layers)
         )

@@ -412,8 +412,8 @@ class DecodeStep:
         edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
 
-    def logits_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
-        """Return the logits after each row's last token and after each proposed one, [B, K + 1, V].
+    def hidden_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
+        """Return the final hidden states of each row's last token and of each proposed one, [B, K + 1, D].
 
         Args:
             proposed_BK: the ids that are proposed to follow the last token.
@@ -425,11 +425,15 @@ class DecodeStep:
         # What is proposed after a row's last position is written to the last slot, which no query reads.
         positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
         with rows_with_adapters(self.bank, state.adapter_B):
-            hidden_BSD = self.model(
+            hidden_BSD: Tensor = self.model(
                 tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)
             )
-            logits_BSV: Tensor = self.model.logits(hidden_BSD)
-        return logits_BSV
+        return hidden_BSD
+
+    def logits_of(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the logits of hidden states of several positions of each row, [B, S, V]."""
+        with rows_with_adapters(self.bank, self.state.adapter_B):
+            return self.model.logits(hidden_BSD)
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         """Return the logits after each row's last token, [B, V]; see `__call__`."""
