@@ -186,7 +186,9 @@ def test_a_fault_of_the_head_s_state_is_seen(fault: str, monkeypatch: pytest.Mon
 
 def test_a_model_without_the_head_is_refused() -> None:
     model = tiny_llama(torch.float64, vocab_size=TOKENIZER.vocab_size)
-    with pytest.raises(UsageError, match="loaded without a head for multi-token prediction"):
+    with pytest.raises(
+        UsageError, match="draft = mtp: the model has no head for multi-token prediction"
+    ):
         written(model, 1, requests(), draft="mtp")
     with pytest.raises(UsageError, match="draft_tokens = 17: expected 1 to 16"):
         written(with_head(), 1, requests(), draft="mtp", draft_tokens=17)

@@ -19,7 +19,7 @@ from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.draft import DRAFT_TOKENS
-from monograph.decode.generator import Generator, Mode
+from monograph.decode.generator import Draft, Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Finish, LogProbability, Request
@@ -200,7 +200,7 @@ def generate(
     n: int = 1,
     constraint: Automaton | HostConstraint | None = None,
     adapters: str | Sequence[str] = BASE,
-    draft: Llama | None = None,
+    draft: Draft | None = None,
     draft_tokens: int = DRAFT_TOKENS,
 ) -> Generation:
     """Continue each prompt `n` times.
@@ -224,8 +224,10 @@ def generate(
             (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
             prompt. "base" is the model without an adapter.
         draft: a small model with the same vocabulary, which proposes tokens that the model checks
-            together (`monograph.decode.draft`). The texts are those without it, except that a pass over
-            several tokens may round differently from single steps. None: each step samples one token.
+            together (`monograph.decode.draft`); or "mtp": the model's own head for multi-token
+            prediction proposes them (`monograph.decode.draft_head`). The texts are those without it,
+            except that a pass over several tokens may round differently from single steps. None: each
+            step samples one token.
         draft_tokens: the number of tokens that it proposes at a time.
 
     Returns:
@@ -237,7 +239,8 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
             is given instead of a list, the number of samplings or adapters is not that of the
             prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary;
-            or the draft model has recurrent layers, another vocabulary or too few positions.
+            or the draft model has recurrent layers, another vocabulary or too few positions, or the
+            model has no head that proposes tokens.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = COMPLETIONS_PER_PROMPT.integer("n", n)
@@ -286,7 +289,7 @@ def generate(
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of `model`.
     model.eval()
-    if draft is not None:
+    if isinstance(draft, Llama):
         draft = unwrapped(draft.eval())
     generator = generator_for(
         unwrapped_model, requests, n, tokenizer.vocab_size, draft, draft_tokens
@@ -340,7 +343,7 @@ def generator_for(
     requests: Sequence[Request],
     n: int,
     vocabulary: int,
-    draft: Llama | None = None,
+    draft: Draft | None = None,
     draft_tokens: int = DRAFT_TOKENS,
 ) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.

@@ -118,7 +118,7 @@ class HeadDrafter:
         """
         if model.mtp is None:
             raise UsageError(
-                'draft = "mtp": the model was loaded without a head for multi-token prediction'
+                "draft = mtp: the model has no head for multi-token prediction: name a small model"
             )
         require_draft_tokens(tokens)
         self.model = model

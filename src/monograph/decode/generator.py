@@ -71,6 +71,7 @@ from monograph.ops.padded_rows import padded_count
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
 # What proposes tokens: a draft model, or the model's own head for multi-token prediction.
+OWN_HEAD: Literal["mtp"] = "mtp"
 Draft = Llama | Literal["mtp"]
 # The prompt of a row that has no prompt's keys and values.
 _NO_PROMPT = PromptToRead(())
@@ -204,7 +205,7 @@ class Generator:
                 raise UsageError(
                     "a draft: the model has recurrent layers, whose state cannot be rolled back"
                 )
-            if draft == "mtp":
+            if draft == OWN_HEAD:
                 self.drafter = HeadDrafter(
                     model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
                 )

@@ -159,7 +159,7 @@ def load(
 
 
 def load_with_tokenizer(
-    folder: str | Path, warn: Warn = _warn_in_python
+    folder: str | Path, warn: Warn = _warn_in_python, *, mtp: bool = False
 ) -> tuple[Llama, Tokenizer]:
     """Load a language model that must have a tokenizer; see `load`.
 
@@ -168,7 +168,7 @@ def load_with_tokenizer(
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetch_if_on_hub(folder)
-    model, tokenizer = load(folder, warn)
+    model, tokenizer = load(folder, warn, mtp=mtp)
     if tokenizer is None:
         raise no_tokenizer_error(folder)
     return model, tokenizer
