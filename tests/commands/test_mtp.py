@@ -133,3 +133,28 @@ def test_what_does_not_go_with_it_is_refused(
     assert done.code == 2
     assert refusal in done.err
     assert done.err.count("\n") == 1
+
+
+def test_the_own_head_proposes_tokens_of_the_same_text(server: CommandServer, here: Path) -> None:
+    """Also that of a folder, which is loaded for it; a model without a head is refused."""
+    settings = over(TINY, HEAD, "train.updates=2")
+    assert server.run(here, "train", *settings, "--out", "run", figures=0).code == 0
+    assert server.run(here, "export", "run", "--to", "folder").code == 0
+    asked = ["a b", "--max-tokens", "12", "--json"]
+    for model in ("run", "folder"):
+        plain = json.loads(server.run(here, "generate", model, *asked).out.splitlines()[-1])
+        done = server.run(here, "generate", model, *asked, "--draft", "mtp")
+        assert done.code == 0, done.err
+        drafted = json.loads(done.out.splitlines()[-1])
+        assert drafted["completions"] == plain["completions"]
+        assert plain["drafted_passes"] == 0
+        assert 1 <= drafted["drafted_tokens"] / drafted["drafted_passes"] <= 2
+    settings = over(TINY, "train.updates=1")
+    assert server.run(here, "train", *settings, "--out", "none", figures=0).code == 0
+    done = server.run(here, "generate", "none", *asked, "--draft", "mtp")
+    assert done.code == 2
+    assert "draft = mtp: the model has no head for multi-token prediction" in done.err
+    assert server.run(here, "export", "none", "--to", "bare").code == 0
+    done = server.run(here, "generate", "bare", *asked, "--draft", "mtp")
+    assert done.code == 3
+    assert "bare: it has no mtp.* tensors" in done.err

@@ -18,8 +18,10 @@ from batches import tiny_config, tiny_llama
 from monograph.errors import InputRefused
 from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import save_gguf
 from monograph.model.hub import load_model, prefixes_left_out, save_model
 from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer
 
 HEAD = {"mtp_num_hidden_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
@@ -277,3 +279,19 @@ def test_a_family_without_feed_forward_layers_has_none():
         InputRefused, match="mtp_num_hidden_layers = 1 is not supported with model_"
     ):
         LlamaConfig.preset("nano", family="nemotron_h", **HEAD)
+
+
+def test_a_gguf_file_leaves_it_out_and_says_so(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    said: list[str] = []
+    config = tiny_config(vocab_size=259, **HEAD)
+    save_gguf(Llama(config), tmp_path / "out", Tokenizer.bytes(), None, said.append)
+    assert "mtp.* (multi-token prediction) is left out: --format hf keeps it" in said
+    with_it = gguf.GGUFReader(tmp_path / "out/model.gguf")
+    save_gguf(
+        Llama(tiny_config(vocab_size=259)), tmp_path / "plain", Tokenizer.bytes(), None, said.append
+    )
+    without = gguf.GGUFReader(tmp_path / "plain/model.gguf")
+    assert [each.name for each in with_it.tensors] == [each.name for each in without.tensors]
+    for mine, theirs in zip(with_it.tensors, without.tensors, strict=True):
+        assert (mine.data == theirs.data).all(), mine.name

@@ -19,7 +19,8 @@ from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.draft import DRAFT_TOKENS
-from monograph.decode.generator import Draft, Generator, Mode
+from monograph.decode.draft_head import HEAD_DRAFT_TOKENS
+from monograph.decode.generator import OWN_HEAD, Draft, Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Finish, LogProbability, Request
@@ -201,7 +202,7 @@ def generate(
     constraint: Automaton | HostConstraint | None = None,
     adapters: str | Sequence[str] = BASE,
     draft: Draft | None = None,
-    draft_tokens: int = DRAFT_TOKENS,
+    draft_tokens: int | None = None,
 ) -> Generation:
     """Continue each prompt `n` times.
 
@@ -228,7 +229,8 @@ def generate(
             prediction proposes them (`monograph.decode.draft_head`). The texts are those without it,
             except that a pass over several tokens may round differently from single steps. None: each
             step samples one token.
-        draft_tokens: the number of tokens that it proposes at a time.
+        draft_tokens: the number of tokens that it proposes at a time; None: 4, or 1 of the model's own
+            head.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.
@@ -291,6 +293,8 @@ def generate(
     model.eval()
     if isinstance(draft, Llama):
         draft = unwrapped(draft.eval())
+    if draft_tokens is None:
+        draft_tokens = HEAD_DRAFT_TOKENS if draft == OWN_HEAD else DRAFT_TOKENS
     generator = generator_for(
         unwrapped_model, requests, n, tokenizer.vocab_size, draft, draft_tokens
     )

@@ -15,11 +15,14 @@ proposals are written, too, and overwritten before they are read.
 A prompt is read by the whole model a second time, since the model's own reader does not keep its hidden
 states.
 
+By default the head proposes one token, the one that it was trained for (dev/log.md).
+
 Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, R rows of the reader, T positions of a
 chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,9 @@ from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+
+# K by default.
+HEAD_DRAFT_TOKENS = 1
 
 
 class _ReadingHead(nn.Module):
@@ -70,7 +76,7 @@ class _ReadingHead(nn.Module):
 
     def forward(self, tokens_RT: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Return the final hidden states of a chunk, and let the head read it."""
-        hidden_RTD = self.model(tokens_RT, positions=positions, cache=cache)
+        hidden_RTD: Tensor = self.model(tokens_RT, positions=positions, cache=cache)
         # A token of the chunk is the next one of the position before it.
         before_RTD = torch.cat([self.previous_RD[:, None], hidden_RTD[:, :-1]], dim=1)
         own_cache = self.cache.with_first_blocks(cache.seen_blocks or self.cache.keys[0].shape[0])
@@ -127,7 +133,9 @@ class HeadDrafter:
         weight = model.lm_head.weight
         own_sizes = sizes._replace(pads_products=False)
         self._reading = _ReadingHead(model, own_sizes)
-        self.reader = PromptReader(self._reading, own_sizes, chunk, wrap, recorder, keeps_last=True)
+        # The reader calls it like a model, and finds the model's adapters in it.
+        reading = cast(Llama, self._reading)
+        self.reader = PromptReader(reading, own_sizes, chunk, wrap, recorder, keeps_last=True)
         self.cache = KVCache.allocate(
             model.mtp.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
