@@ -32,6 +32,7 @@ from monograph.engine import Engine
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
+from monograph.loss import MtpLoss, token_loss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import block_formats
@@ -387,6 +388,7 @@ def _engine(work: Work) -> Resident:
         install_adapters(model, work.lora, precision=Precision(work.precision))
     return Resident(
         model.to(default_device()),
+        loss=MtpLoss() if work.config.mtp_num_hidden_layers else token_loss,
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),

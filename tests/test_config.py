@@ -433,6 +433,7 @@ def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
 
 def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
+    from monograph.loss import MtpLoss
     from monograph.planner import defaults
     from monograph.rl.preferences import LOSSES
     from monograph.rl.rewards import REWARDS
@@ -455,6 +456,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
         for each in choice.parameters
     }
     usual |= {"train.minutes": Settings().train.minutes}
+    usual |= {"model.mtp_num_hidden_layers": 0, "train.mtp_weight": MtpLoss().weight}
     fields = {
         f"{name}.{key}": field
         for name, each in SECTIONS.items()

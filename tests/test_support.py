@@ -32,7 +32,7 @@ def test_the_page_is_what_the_script_makes(made):
     )
 
 
-# Values of what rules depend on; those of the second group meet no rule of the first.
+# Values of what rules depend on; those of a group meet no rule of another one.
 GROUPS = (
     {
         "precision": ("auto", "fp32", "fp8", "fp8_head"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
@@ -45,6 +45,11 @@ GROUPS = (
         "tokens": (None, 9), "packing": ("packed", "padded"), "ema": ("none", 0.9), "grad_clip": (1.0, "none"),
         "skip_spikes": ("auto", True), "quantize": ("none", "int8"), "schedule": ("cosine", "constant"),
         "min_lr_ratio": (None, 0.1), "transfer": ("none", "width"), "transfer_base": (None, 64),
+    },
+    {
+        "mtp": (None, 1), "mtp_weight": (None, 0.1), "memory": ("auto", "stream"), "parallel": ("none", "ddp"),
+        "precision": ("auto", "fp8"), "is_adapted": (False, True), "is_code": (False, True),
+        "transfer": ("none", "width"),
     },
 )  # fmt: skip
 

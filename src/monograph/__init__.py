@@ -18,7 +18,7 @@ _PUBLIC_NAMES = {
     "model.config": "LlamaConfig",
     "run.models": "load save",
     "data.corpus": "corpus",
-    "loss": "token_loss",
+    "loss": "token_loss MtpLoss",
     "optim": "Group",
     "transfer": "WidthTransfer narrowed",
     "schedule": "warmup_cosine warmup_stable_decay constant",

@@ -20,7 +20,7 @@ Shapes: B rows, T positions, N = B * T positions of all rows, D hidden size, V v
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -88,10 +88,17 @@ class TokenLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum in nats and the number of targets; see the class."""
-        shares = {"shares": batch[SHARES]} if SHARES in batch else {}
         teaching = self.teaching_arguments(batch)
-        hidden_ND, lm_head = hidden_of(model, batch, **shares)
-        targets_N = batch["targets"].flatten()
+        hidden_ND, lm_head = hidden_of(model, batch, **shares_of(batch))
+        return self.head_loss(hidden_ND, lm_head, batch["targets"].flatten(), **teaching)
+
+    def head_loss(
+        self, hidden_ND: Tensor, lm_head: Any, targets_N: Tensor, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum and the number of targets, from hidden states and the model's `lm_head`.
+
+        `more` are further arguments of `head`.
+        """
         # If the head's weight is frozen, some tokens may have trained rows instead. None: no token has one.
         rows = trained_rows(lm_head)
         head_arguments: dict[str, Any] = {}
@@ -106,7 +113,7 @@ class TokenLoss:
             targets_N,
             impl=self.impl,
             rows=rows,
-            **teaching,
+            **more,
             **head_arguments,
         )
 
@@ -120,6 +127,11 @@ class TokenLoss:
 
 
 token_loss = TokenLoss()
+
+
+def shares_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the argument `shares` of the model's forward pass, if the step has added it to the batch."""
+    return {"shares": batch[SHARES]} if SHARES in batch else {}
 
 
 def hidden_of(model: nn.Module, batch: Batch, **model_arguments: Tensor) -> tuple[Tensor, Any]:
@@ -234,6 +246,79 @@ def _whole_head(lm_head: Any) -> Tensor:
     weight_VD: Tensor = lm_head.weight
     rows = trained_rows(lm_head)
     return weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
+
+
+class MtpLoss(nn.Module, TokenLoss):
+    """The loss of a model with a head that predicts the token after the next one (multi-token
+    prediction, `monograph.model.mtp`).
+
+    differentiated: sum over targets of -log softmax(logits)[x_t+1]
+                    + weight * sum over targets ahead of -log softmax(logits ahead)[x_t+2]
+
+    Both sums are divided by the number of targets of the first, as in DeepSeek-V3 (arXiv 2412.19437,
+    equations 24 and 25, where both are divided by the number of tokens). So a split into micro-batches
+    changes nothing. The value of the loss is the first sum alone, so that it can be compared with that of
+    other models; only the gradient is of both. If gradients are off, as in evaluation, the second sum is
+    not computed.
+
+    Attributes:
+        weight: see above.
+        totals: the sum and the number of the targets ahead since `take_mean` was called, fp64 [2].
+    """
+
+    totals: Tensor
+
+    def __init__(self, weight: float = 0.3):
+        """Take the weight; the default is DeepSeek-V3's for most of its training."""
+        nn.Module.__init__(self)
+        TokenLoss.__init__(self)
+        self.weight = weight
+        self.register_buffer("totals", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum and the number of targets; see the class."""
+        hidden_ND, lm_head = hidden_of(model, batch, **shares_of(batch))
+        loss_sum, count = self.head_loss(hidden_ND, lm_head, batch["targets"].flatten())
+        if not torch.is_grad_enabled():
+            return loss_sum, count
+        next_tokens_BT, targets_BT = ahead(batch)
+        ahead_BTD = cast(Any, model).predict_ahead(
+            hidden_ND.unflatten(0, next_tokens_BT.shape),
+            next_tokens_BT,
+            segments=batch.get("segments"),
+            positions=batch.get("positions"),
+        )
+        ahead_sum, ahead_count = self.head_loss(
+            ahead_BTD.flatten(0, -2), lm_head, targets_BT.flatten()
+        )
+        with torch.no_grad():
+            self.totals.add_(torch.stack([ahead_sum.double(), ahead_count.double()]))
+        weighted = self.weight * ahead_sum
+        # The difference is 0, or NaN if the sum is not finite, so that such an update is skipped.
+        return loss_sum + (weighted - weighted.detach()), count
+
+    def take_mean(self) -> Tensor:
+        """Set `totals` to zero, and return the mean loss of the targets ahead since the last call, 0-d."""
+        mean = self.totals[0] / self.totals[1]
+        self.totals.zero_()
+        return mean
+
+
+def ahead(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return what a head for multi-token prediction reads and learns at each position.
+
+    Returns:
+        The token after each position, [B, T]. After the last position of a row it is any token.
+        The target of the position after each one, [B, T]: -100 at the last position of a document, whose
+        next position belongs to another document.
+    """
+    next_tokens_BT = batch["tokens"].roll(-1, dims=1)
+    targets_BT = batch["targets"].roll(-1, dims=1)
+    length = targets_BT.shape[1]
+    is_last_BT = (torch.arange(length, device=targets_BT.device) == length - 1)[None]
+    if "segments" in batch:
+        is_last_BT = is_last_BT | (batch["segments"].roll(-1, dims=1) != batch["segments"])
+    return next_tokens_BT, torch.where(is_last_BT, IGNORE, targets_BT)
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:

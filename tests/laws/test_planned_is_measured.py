@@ -123,6 +123,10 @@ EAGER = {
         shape(num_hidden_layers=5, tie_word_embeddings=False), rows=4, length=16, optim=Muon(), precision="bf16",
         compile="none", quantize="int4",
     ),
+    "a head for multi-token prediction, a large vocabulary": Work(
+        shape(vocab_size=1000, num_hidden_layers=6, mtp_num_hidden_layers=1), rows=8, length=48, optim=AdamW(),
+        compile="none", window_rows=16,
+    ),
     "adapters": Work(shape(num_hidden_layers=5), rows=8, length=48, optim=AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
         shape(num_hidden_layers=4),

@@ -16,7 +16,7 @@ from monograph.graph.capture import stop_replaying
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, NotReplayable, Replays
-from monograph.loss import TokenLoss
+from monograph.loss import MtpLoss, TokenLoss
 from monograph.optim import AdamW
 from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory, unused_graph_bytes
 from monograph.resident import Resident
@@ -75,6 +75,19 @@ def test_block_by_block(micro_batch, backend):
         backend,
         "blocks",
     )
+
+
+def test_a_head_for_multi_token_prediction():
+    """Its products add to the sums of the embedding and of the output head, too."""
+    made = compare(
+        lambda recorder: engine(
+            recorder, tiny_llama(mtp_num_hidden_layers=1), precision="bf16", loss=MtpLoss()
+        ),
+        packed,
+        "aot_eager",
+    )
+    assert made.step.parameters.begins_sums
+    assert float(made.loss.take_mean()) > 1
 
 
 @pytest.mark.parametrize("policy", [Remat.Full(), Remat.Budget(0.3)])

@@ -61,6 +61,7 @@ CHANGES = {
     "a hybrid of Mamba": {
         "model.family": "granitemoehybrid", "model.preset": "nano", "model.num_hidden_layers": 2,
     },
+    "a head for multi-token prediction": {"model.mtp_num_hidden_layers": 1, "train.mtp_weight": 2.0},
     "epochs": {"train.epochs": 2},
     "mixed": {"data.source": ["texts", "records.jsonl"], "data.weights": [0.5, 2.0], "data.bad_records": "skip"},
     "rounded": {
@@ -98,6 +99,7 @@ AT_NIGHT = {
     "adapters, 4 bits", "played",
     "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
     "carried", "padded", "epochs", "a hybrid with mixtures", "a hybrid of Mamba",
+    "a head for multi-token prediction",
 }  # fmt: skip
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in AT_NIGHT else ())

@@ -289,7 +289,10 @@ AdapterOption = Annotated[
 ]
 DraftOption = Annotated[
     str | None,
-    _option("RUN", "a small model that proposes tokens, which the model checks together"),
+    _option(
+        "RUN",
+        "a small model that proposes tokens, which the model checks together; mtp: the model's own head does",
+    ),
 ]
 UseOption = Annotated[
     str | None,

@@ -26,6 +26,7 @@ from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.adapter_bank import BASE, bank_of, install
+from monograph.decode.generator import OWN_HEAD, Draft
 from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama
@@ -337,7 +338,7 @@ class GenerateOptions(NamedTuple):
         use: the name of the adapter that writes; None: the first one, if there are any.
         tools: a file with the tools that an answer may call; None: there are none.
         tool_choice: which tools an answer calls; see `answer_tools`. None: "auto".
-        draft: a small model that proposes tokens; None: there is none.
+        draft: a small model that proposes tokens, or "mtp" if the model's own head does; None: neither.
     """
 
     flag_values: dict[str, Any]
@@ -368,7 +369,7 @@ class ReadyModel(NamedTuple):
         options: the command line's options.
         adapter: the name of the adapter that writes, unless a prompt names another one.
         tools: the tools that an answer may call; None: there are none.
-        draft: the model that proposes tokens; None: there is none.
+        draft: what proposes tokens; None: nothing.
     """
 
     model: Llama
@@ -379,7 +380,7 @@ class ReadyModel(NamedTuple):
     options: GenerateOptions
     adapter: str = BASE
     tools: AnswerTools | None = None
-    draft: Llama | None = None
+    draft: Draft | None = None
 
     def generate(
         self,
@@ -435,13 +436,16 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
         raise UsageError(
             f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
         )
-    model, tokenizer = load_with_tokenizer(run, warn)
-    draft = None
-    if options.draft is not None:
+    drafts_itself = options.draft == OWN_HEAD
+    model, tokenizer = load_with_tokenizer(run, warn, mtp=drafts_itself)
+    draft: Draft | None = None
+    if drafts_itself:
+        draft = OWN_HEAD
+    elif options.draft is not None:
         with naming_draft(options.draft):
-            draft, draft_tokenizer = load_with_tokenizer(options.draft, warn)
+            draft_model, draft_tokenizer = load_with_tokenizer(options.draft, warn)
         require_same_tokens(options.draft, draft_tokenizer, tokenizer)
-        draft.to(default_device())
+        draft = draft_model.to(default_device())
     base = AdapterBase(model, tokenizer)
     stored_adapters = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]

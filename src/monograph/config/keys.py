@@ -423,6 +423,13 @@ class ModelSection(Section):
         example=True,
         varies="between graphs",
     )
+    mtp_num_hidden_layers: Annotated[int, Field(ge=0, le=1)] | None = _key(
+        None,
+        "0 or 1",
+        "Layers of a head that predicts the token after the next one, which is then trained, too.",
+        implied=0,
+        varies="between graphs",
+    )
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that were given, by their Hugging Face names."""
@@ -816,6 +823,14 @@ class TrainSection(Section):
         _EXPECTS_WHOLE,
         "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.",
         fixed=_NO_EFFECT,
+    )
+    mtp_weight: PositiveFloat | None = _key(
+        None,
+        ABOVE_0.expected,
+        "Factor of the loss of the head that model.mtp_num_hidden_layers adds.",
+        implied=0.3,
+        belongs_to="model.mtp_num_hidden_layers",
+        varies="between graphs",
     )
 
 

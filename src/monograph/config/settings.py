@@ -166,7 +166,8 @@ class Settings(BaseModel):
         model = self.model
         data = self.data
         train = self.train
-        sizes = model.sizes().keys()
+        # Of an existing model, this says whether its head is trained, too.
+        sizes = model.sizes().keys() - {"mtp_num_hidden_layers"}
         # A file of weights alone, without a configuration, needs the sizes.
         if model.init and sizes and not model.init.endswith(TORCH_FILE_SUFFIXES):
             key = f"model.{min(sizes)}"  # the message names one of them

@@ -19,7 +19,8 @@ from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.draft import DRAFT_TOKENS
-from monograph.decode.generator import Generator, Mode
+from monograph.decode.draft_head import HEAD_DRAFT_TOKENS
+from monograph.decode.generator import OWN_HEAD, Draft, Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Finish, LogProbability, Request
@@ -200,8 +201,8 @@ def generate(
     n: int = 1,
     constraint: Automaton | HostConstraint | None = None,
     adapters: str | Sequence[str] = BASE,
-    draft: Llama | None = None,
-    draft_tokens: int = DRAFT_TOKENS,
+    draft: Draft | None = None,
+    draft_tokens: int | None = None,
 ) -> Generation:
     """Continue each prompt `n` times.
 
@@ -224,9 +225,12 @@ def generate(
             (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
             prompt. "base" is the model without an adapter.
         draft: a small model with the same vocabulary, which proposes tokens that the model checks
-            together (`monograph.decode.draft`). The texts are those without it, except that a pass over
-            several tokens may round differently from single steps. None: each step samples one token.
-        draft_tokens: the number of tokens that it proposes at a time.
+            together (`monograph.decode.draft`); or "mtp": the model's own head for multi-token
+            prediction proposes them (`monograph.decode.draft_head`). The texts are those without it,
+            except that a pass over several tokens may round differently from single steps. None: each
+            step samples one token.
+        draft_tokens: the number of tokens that it proposes at a time; None: 4, or 1 of the model's own
+            head.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.
@@ -237,7 +241,8 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
             is given instead of a list, the number of samplings or adapters is not that of the
             prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary;
-            or the draft model has recurrent layers, another vocabulary or too few positions.
+            or the draft model has recurrent layers, another vocabulary or too few positions, or the
+            model has no head that proposes tokens.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = COMPLETIONS_PER_PROMPT.integer("n", n)
@@ -286,8 +291,10 @@ def generate(
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of `model`.
     model.eval()
-    if draft is not None:
+    if isinstance(draft, Llama):
         draft = unwrapped(draft.eval())
+    if draft_tokens is None:
+        draft_tokens = HEAD_DRAFT_TOKENS if draft == OWN_HEAD else DRAFT_TOKENS
     generator = generator_for(
         unwrapped_model, requests, n, tokenizer.vocab_size, draft, draft_tokens
     )
@@ -340,7 +347,7 @@ def generator_for(
     requests: Sequence[Request],
     n: int,
     vocabulary: int,
-    draft: Llama | None = None,
+    draft: Draft | None = None,
     draft_tokens: int = DRAFT_TOKENS,
 ) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.
@@ -397,17 +404,21 @@ def mode_for(steps: int, device: str, is_autocast: bool) -> Mode:
     return "eager" if is_autocast else "captured"
 
 
-def bytes_of_row(model: Llama, sizes: CacheSizes, draft: Llama | None = None) -> int:
-    """Return the bytes of the keys and values of one row, in the model and in its draft model."""
-    models = [model] if draft is None else [model, draft]
+def bytes_of_row(model: Llama, sizes: CacheSizes, draft: Draft | None = None) -> int:
+    """Return the bytes of the keys and values of one row, in the model and in what proposes tokens."""
+    dtype = model.lm_head.weight.dtype
+    caches = [(model.config, dtype)]
+    if isinstance(draft, Llama):
+        caches.append((draft.config, draft.lm_head.weight.dtype))
+    elif draft is not None and model.mtp is not None:
+        caches.append((model.mtp.config, dtype))
     return sum(
-        KVCache.bytes_per_row(each.config, sizes.per_row, each.lm_head.weight.dtype, sizes.block)
-        for each in models
+        KVCache.bytes_per_row(config, sizes.per_row, dtype, sizes.block) for config, dtype in caches
     )
 
 
 def rows_that_fit(
-    model: Llama, sizes: CacheSizes, max_rows: int, advice: str, draft: Llama | None = None
+    model: Llama, sizes: CacheSizes, max_rows: int, advice: str, draft: Draft | None = None
 ) -> int:
     """Return the number of rows of a cache that fit into half of the free memory.
 
@@ -416,7 +427,7 @@ def rows_that_fit(
         sizes: the sizes of the cache.
         max_rows: the maximum number that is returned.
         advice: what the user can do if no row fits, for the error.
-        draft: a draft model, which has as many rows; None: there is none.
+        draft: what proposes tokens, which has as many rows; None: nothing.
 
     Raises:
         OutOfDeviceMemory: one row does not fit.

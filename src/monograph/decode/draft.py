@@ -30,9 +30,10 @@ Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ from monograph.decode.step import DecodeStep, State, Status
 from monograph.device import tensor_on
 from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.mixture import Mixture
 
@@ -61,20 +63,116 @@ MAX_DRAFT_TOKENS = 16
 _TEMPERATURES = ("temperature", "dynamic_temperature")
 
 
-class Drafter:
-    """The draft model with the keys and values of all rows.
+class Proposer(ABC):
+    """What proposes tokens: a draft model (`Drafter`), or the model's own head (`draft_head.HeadDrafter`).
 
     Attributes:
-        model: the draft model, in evaluation mode.
+        reads_hidden: whether it reads the final hidden states of the model's passes.
+        model: what proposes tokens, in evaluation mode.
         tokens: K.
         cost: the estimated time of a pass with drafts, in ordinary steps.
         reader: reads prompts.
         cache: keys and values of the rows.
-        forward_kernels: computes the logits by kernels, where they can; None: the model's forward pass does.
         one_token_B: bool, the rows that sample one token in a pass, whatever is proposed: the host must read
             it before it knows which tokens may come next.
-        previous_B: the token before the row's last one. If every proposal was accepted, the draft model
-            has written this token, but not read it yet.
+        previous_B: the token before the row's last one.
+    """
+
+    reads_hidden: ClassVar[bool] = False
+    cost: float
+    reader: PromptReader
+    cache: KVCache
+
+    def __init__(self, model: Llama, tokens: int, rows: int, vocabulary: int) -> None:
+        """Allocate what all proposers have.
+
+        Raises:
+            UsageError: K is not from 1 to MAX_DRAFT_TOKENS.
+        """
+        if not 1 <= tokens <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"draft_tokens = {tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+        self.model = model
+        self.tokens = tokens
+        self._vocabulary = vocabulary
+        device = model.lm_head.weight.device
+        self.one_token_B = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.previous_B = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    @abstractmethod
+    def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
+        """Choose the prompts that are read next; see `PromptReader.choose_prompts`."""
+
+    @abstractmethod
+    def rows_of(self, prompts: Iterable[PromptToRead]) -> list[int]:
+        """Return the reader's rows of these prompts; see `PromptReader.rows_of`."""
+
+    @abstractmethod
+    def copy_first_chunks(self, row: int, tokens: int) -> None:
+        """Copy to the reader what a row has of the chosen prompt; see `PromptReader.copy_first_chunks`."""
+
+    @abstractmethod
+    def begin(
+        self, rows: Sequence[int], reader_rows: Sequence[int], prompts: Sequence[PromptToRead]
+    ) -> None:
+        """Begin texts in rows, with what the reader has read of their prompts.
+
+        Args:
+            rows: the rows.
+            reader_rows: the row of the reader's cache that each prompt is in.
+            prompts: the whole prompts.
+        """
+
+    @abstractmethod
+    def continue_rows(self, continuations: Sequence[Continuation]) -> None:
+        """Read the tokens of rows that were not read yet.
+
+        Args:
+            continuations: at most as many as the reader has rows.
+        """
+
+    @abstractmethod
+    def propose(
+        self, state: State, knobs: Mapping[str, Tensor], chain: Chain, blocks: int
+    ) -> Tensor:
+        """Return the tokens that are proposed after each row's last token, int64 [B, K].
+
+        Args:
+            state: the state of the rows.
+            knobs: the numbers that the chain's stages read.
+            chain: the chain of the model's step.
+            blocks: how many blocks of the cache attention reads.
+        """
+
+    def after_pass(
+        self, position_B: Tensor, state: State, next_BS: Tensor, hidden_BSD: Tensor
+    ) -> None:
+        """Take what the model has computed in a pass. It is called only if `reads_hidden`.
+
+        Args:
+            position_B: the position of each row's last token before the pass.
+            state: the state after it.
+            next_BS: the tokens that were sampled.
+            hidden_BSD: the final hidden states of the pass.
+        """
+
+    @abstractmethod
+    def caches(self) -> list[tuple[LlamaConfig, KVCache, int]]:
+        """Return all caches, each with its model's configuration and its number of rows."""
+
+    def write_one_token(self, rows: Sequence[int], values: Sequence[bool]) -> None:
+        """Write `one_token_B` of rows."""
+        device = self.one_token_B.device
+        self.one_token_B.index_copy_(0, tensor_on(rows, device), tensor_on(values, device).bool())
+
+
+class Drafter(Proposer):
+    """The draft model with the keys and values of all rows.
+
+    If every proposal was accepted, the draft model has written the token before the row's last one
+    (`previous_B`), but not read it yet.
+
+    Attributes:
+        forward_kernels: computes the logits by kernels, where they can; None: the model's forward pass does.
     """
 
     def __init__(
@@ -106,8 +204,7 @@ class Drafter:
             UsageError: the draft model has recurrent layers, whose state cannot be rolled back, or
                 fewer positions than a row, or fewer tokens than the tokenizer.
         """
-        if not 1 <= tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"draft_tokens = {tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+        super().__init__(model, tokens, rows, vocabulary)
         if model.config.vocab_size < vocabulary:
             raise UsageError(
                 f"the draft model has {model.config.vocab_size} tokens, and the model's tokenizer {vocabulary}: "
@@ -118,8 +215,6 @@ class Drafter:
                 f"the draft model has {model.config.max_position_embeddings} positions, but texts may have "
                 f"{sizes.per_row}: ask for fewer tokens"
             )
-        self.model = model
-        self.tokens = tokens
         weight = model.lm_head.weight
         own_sizes = sizes._replace(pads_products=False)
         self.reader = PromptReader(model, own_sizes, chunk, wrap, recorder)
@@ -132,10 +227,7 @@ class Drafter:
                 "attention alone"
             )
         self.forward_kernels: FastForward | None = None
-        self.one_token_B = torch.zeros(rows, dtype=torch.bool, device=weight.device)
-        self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        self._vocabulary = vocabulary
-        share = _weights_read(model) / _weights_read(target)
+        share = weights_read(model) / weights_read(target)
         self.cost = cost_of_pass(rows, tokens, share, weight.device.type)
 
     def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
@@ -146,26 +238,20 @@ class Drafter:
         """Return the reader's rows of these prompts; see `PromptReader.rows_of`."""
         return self.reader.rows_of(map(_without_adapter, prompts))
 
+    def copy_first_chunks(self, row: int, tokens: int) -> None:
+        """See `Proposer.copy_first_chunks`."""
+        self.reader.copy_first_chunks(self.cache, row, tokens)
+
     def begin(
         self, rows: Sequence[int], reader_rows: Sequence[int], prompts: Sequence[PromptToRead]
     ) -> None:
-        """Begin texts in rows, with what the reader has read of their prompts.
-
-        Args:
-            rows: the rows.
-            reader_rows: the row of the reader's cache that each prompt is in.
-            prompts: the whole prompts.
-        """
+        """See `Proposer.begin`."""
         longest = max(len(prompt.ids) for prompt in prompts)
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, longest)
         self._write_previous(rows, prompts)
 
     def continue_rows(self, continuations: Sequence[Continuation]) -> None:
-        """Read the tokens of rows that the draft model has not read yet.
-
-        Args:
-            continuations: at most as many as the reader has rows.
-        """
+        """See `Proposer.continue_rows`."""
         continuations = [
             each._replace(prompt=_without_adapter(each.prompt)) for each in continuations
         ]
@@ -173,11 +259,6 @@ class Drafter:
         rows = [each.row for each in continuations]
         prompts = [each.prompt for each in continuations]
         self.begin(rows, range(len(rows)), prompts)
-
-    def write_one_token(self, rows: Sequence[int], values: Sequence[bool]) -> None:
-        """Write `one_token_B` of rows."""
-        device = self.one_token_B.device
-        self.one_token_B.index_copy_(0, tensor_on(rows, device), tensor_on(values, device).bool())
 
     def _write_previous(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
         device = self.previous_B.device
@@ -188,16 +269,9 @@ class Drafter:
     def propose(
         self, state: State, knobs: Mapping[str, Tensor], chain: Chain, blocks: int
     ) -> Tensor:
-        """Return the tokens that the draft model writes after each row's last token, int64 [B, K].
-
-        Args:
-            state: the state of the rows.
-            knobs: the numbers that the chain's stages read.
-            chain: the chain of the model's step.
-            blocks: how many blocks of the cache attention reads.
+        """Return the tokens that the draft model writes after each row's last token; see
+        `Proposer.propose`.
         """
-        stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
-        own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
         proposed: list[Tensor] = []
         # The first pass also reads the token before the last one, which may not have been read yet
@@ -207,22 +281,10 @@ class Drafter:
         positions_BT = torch.stack([state.position_B - 1, state.position_B], dim=1).clamp(min=0)
         for index in range(self.tokens):
             logits_BV = self._logits(tokens_BT, positions_BT, blocks)[:, : self._vocabulary]
-            position_B = state.position_B + 1 + index
-            rows = SamplerRows(
-                seed_B=state.seed_B,
-                position_B=position_B,
-                generated_B=state.generated_B,
-                knobs=dict(knobs),
-                counts_BV=None,
-                prompt_BV=None,
-                past=None,
-                mu_B=None,
-            )
-            # Without filters, the truncation makes no difference.
-            token_B = sample(logits_BV, rows, None, own_chain, "search").token_B
+            token_B = sample_proposal(logits_BV, state, index, knobs, chain)
             proposed.append(token_B)
             tokens_BT = token_B[:, None]
-            positions_BT = position_B.clamp(max=last_slot)[:, None]
+            positions_BT = (state.position_B + 1 + index).clamp(max=last_slot)[:, None]
         return torch.stack(proposed, dim=1)
 
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor, blocks: int) -> Tensor:
@@ -237,6 +299,39 @@ class Drafter:
         logits_BV: Tensor = self.model.logits(hidden_BTD[:, -1])
         return logits_BV
 
+    def caches(self) -> list[tuple[LlamaConfig, KVCache, int]]:
+        """See `Proposer.caches`."""
+        config = self.model.config
+        rows = self.previous_B.shape[0]
+        return [(config, self.cache, rows), (config, self.reader.cache, self.reader.rows)]
+
+
+def sample_proposal(
+    logits_BV: Tensor, state: State, index: int, knobs: Mapping[str, Tensor], chain: Chain
+) -> Tensor:
+    """Return a proposed token for each row, int64 [B].
+
+    Args:
+        logits_BV: the logits of the token.
+        state: the state of the rows.
+        index: the number of tokens that were proposed before, in this pass.
+        knobs: the numbers that the chain's stages read.
+        chain: the chain of the model's step, of which only the temperatures are used.
+    """
+    stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
+    rows = SamplerRows(
+        seed_B=state.seed_B,
+        position_B=state.position_B + 1 + index,
+        generated_B=state.generated_B,
+        knobs=dict(knobs),
+        counts_BV=None,
+        prompt_BV=None,
+        past=None,
+        mu_B=None,
+    )
+    # Without filters, the truncation makes no difference.
+    return sample(logits_BV, rows, None, Chain(stages=stages), "search").token_B
+
 
 class DraftedStep:
     """A step that samples 1 to K + 1 tokens in every running row.
@@ -245,8 +340,8 @@ class DraftedStep:
     status WAITING.
     """
 
-    def __init__(self, step: DecodeStep, drafter: Drafter) -> None:
-        """Take the model's step and the draft model."""
+    def __init__(self, step: DecodeStep, drafter: Proposer) -> None:
+        """Take the model's step and what proposes tokens."""
         self.step = step
         self.drafter = drafter
 
@@ -260,11 +355,16 @@ class DraftedStep:
         running = Status.RUNNING.value
         waiting = Status.WAITING.value
         proposed_BK = self.drafter.propose(state, step.knobs, step.chain, blocks)
-        logits_BSV = step.logits_of_proposed(proposed_BK, blocks)
+        logits_BSV, hidden_BSD = _read_proposed(
+            step, proposed_BK, blocks, self.drafter.reads_hidden
+        )
+        position_before_B = state.position_B.clone()
+        sampled_tokens = list[Tensor]()
         for index in range(self.drafter.tokens + 1):
             token_before_B = state.token_B.clone()
             count_before_B = state.generated_B.clone()
             step.sample_after(logits_BSV[:, index], truncation, follow_automata)
+            sampled_tokens.append(state.token_B.clone())
             sampled_B = state.generated_B > count_before_B
             previous_B = self.drafter.previous_B
             previous_B.copy_(torch.where(sampled_B, token_before_B, previous_B))
@@ -273,9 +373,24 @@ class DraftedStep:
                 waits_B = (is_other_B | self.drafter.one_token_B) & (status_B == running)
                 status_B.copy_(torch.where(waits_B, waiting, status_B))
         status_B.copy_(torch.where(status_B == waiting, running, status_B))
+        if hidden_BSD is not None:
+            next_BS = torch.stack(sampled_tokens, dim=1)
+            self.drafter.after_pass(position_before_B, state, next_BS, hidden_BSD)
 
 
-def rounds_as_steps(step: DecodeStep, tokens: int) -> bool:
+def _read_proposed(
+    step: DecodeStep, proposed_BK: Tensor, blocks: int, reads_hidden: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits after each row's last token and each proposed one, [B, S, V], and if asked for the
+    final hidden states [B, S, D], which the kernels of steps do not give.
+    """
+    if not reads_hidden:
+        return step.logits_of_proposed(proposed_BK, blocks), None
+    hidden_BSD = step.hidden_of_proposed(proposed_BK, blocks)
+    return step.logits_of(hidden_BSD), hidden_BSD
+
+
+def rounds_as_steps(step: DecodeStep, tokens: int, reads_hidden: bool) -> bool:
     """Return whether a pass over proposed tokens gives the bits of the steps that it replaces.
 
     Libraries choose the kernel of a product by its number of rows, and kernels round differently. So this
@@ -284,6 +399,7 @@ def rounds_as_steps(step: DecodeStep, tokens: int) -> bool:
     Args:
         step: the model's step.
         tokens: K.
+        reads_hidden: see `Proposer.reads_hidden`.
 
     Returns:
         False also where one trial would not show it: which rows an expert of a mixture computes depends on
@@ -311,7 +427,7 @@ def rounds_as_steps(step: DecodeStep, tokens: int) -> bool:
     state.token_B.copy_(tokens_BS[:, 0])
     state.position_B.fill_(first)
     with torch.no_grad():
-        pass_BSV = trial.logits_of_proposed(tokens_BS[:, 1:], 1)
+        pass_BSV, _ = _read_proposed(trial, tokens_BS[:, 1:], 1, reads_hidden)
         for column in range(tokens + 1):
             state.token_B.copy_(tokens_BS[:, column])
             state.position_B.fill_(first + column)
@@ -326,7 +442,7 @@ def _without_adapter(prompt: PromptToRead) -> PromptToRead:
     return prompt._replace(reuse_key=reuse_key)
 
 
-def _weights_read(model: Llama) -> int:
+def weights_read(model: Llama) -> int:
     """Return how many weights a step reads.
 
     These are all but the embedding, of which it reads a few rows, unless the head shares its weights.

@@ -36,8 +36,9 @@ from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
-from monograph.decode.draft import DRAFT_TOKENS, DraftedStep, Drafter, rounds_as_steps
+from monograph.decode.draft import DRAFT_TOKENS, DraftedStep, Drafter, Proposer, rounds_as_steps
 from monograph.decode.draft_budget import MAX_LOST_STEPS, DraftBudget
+from monograph.decode.draft_head import HeadDrafter
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import (
@@ -70,6 +71,9 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
+# What proposes tokens: a draft model, or the model's own head for multi-token prediction.
+OWN_HEAD: Literal["mtp"] = "mtp"
+Draft = Llama | Literal["mtp"]
 # When tokens are proposed; see `Generator.drafts`.
 DraftUse = Literal["while they pay", "always", "never"]
 # The prompt of a row that has no prompt's keys and values.
@@ -141,7 +145,7 @@ class Generator:
         pace: int | Pace | None = None,
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
-        draft: Llama | None = None,
+        draft: Draft | None = None,
         draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
@@ -163,7 +167,8 @@ class Generator:
             impl: "reference": a step is the model's own forward pass; "auto": on a GPU, special
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
             draft: a small model with the same vocabulary, which proposes tokens
-                (`monograph.decode.draft`); None: each step samples one token.
+                (`monograph.decode.draft`); "mtp": the model's own head for multi-token prediction
+                does (`monograph.decode.draft_head`); None: each step samples one token.
             draft_tokens: the number of tokens that it proposes at a time.
 
         Raises:
@@ -201,7 +206,7 @@ class Generator:
         # The lines of a block. The rings have twice as many, so that the host can read one block while
         # the next one is written (`Outbox`).
         lines = self.pace.steps
-        self.drafter: Drafter | None = None
+        self.drafter: Proposer | None = None
         self.drafts: DraftUse = "never"
         if draft is not None:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
@@ -210,9 +215,11 @@ class Generator:
                 raise UsageError(
                     "a draft: the model has recurrent layers, whose state cannot be rolled back"
                 )
-            self.drafter = Drafter(
-                draft.eval(), model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
-            )
+            given = rows, sizes, vocabulary, chunk, wrap, recorder
+            if draft == OWN_HEAD:
+                self.drafter = HeadDrafter(model, draft_tokens, *given)
+            else:
+                self.drafter = Drafter(draft.eval(), model, draft_tokens, *given)
             lines = max(lines, self._passes_of_block(lines) * (1 + draft_tokens))
             self.drafts = "while they pay"
         self.state = State.allocate(
@@ -238,12 +245,8 @@ class Generator:
                 (model.config, self.cache, rows),
                 (model.config, self.reader.cache, self.reader.rows),
             ]
-            if draft is not None and self.drafter is not None:
-                reader = self.drafter.reader
-                caches += [
-                    (draft.config, self.drafter.cache, rows),
-                    (draft.config, reader.cache, reader.rows),
-                ]
+            if self.drafter is not None:
+                caches += self.drafter.caches()
             for config, cache, cache_rows in caches:
                 key_heads = config.num_key_value_heads
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
@@ -251,8 +254,8 @@ class Generator:
             # kernels do not give.
             if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
-                if draft is not None and self.drafter is not None:
-                    self.drafter.forward_kernels = fast_forward(draft, rows)
+                if isinstance(self.drafter, Drafter):
+                    self.drafter.forward_kernels = fast_forward(self.drafter.model, rows)
 
         def new_step(chain: Chain) -> DecodeStep:
             return DecodeStep(
@@ -311,7 +314,9 @@ class Generator:
         # not possible: the last position would see only positions near it, and if these are not in the
         # blocks that are read, the attention to no position at all gives NaN. The row is then moved to
         # position 0, where it overwrites the beginning of its last prompt.
-        configs = [model.config] if draft is None else [model.config, draft.config]
+        configs = [model.config]
+        if self.drafter is not None:
+            configs += [config for config, _, _ in self.drafter.caches()]
         self._keeps_prompts = not any(
             config.window(layer) for config in configs for layer in range(config.num_hidden_layers)
         )
@@ -589,9 +594,7 @@ class Generator:
                 self.reused += self.reader.copy_first_chunks(self.cache, row, common_tokens)
             if self.drafter is not None and is_new_to_draft:
                 read_tokens = self._unread_by_draft.get(row, common_tokens)
-                self.drafter.reader.copy_first_chunks(
-                    self.drafter.cache, row, min(common_tokens, read_tokens)
-                )
+                self.drafter.copy_first_chunks(row, min(common_tokens, read_tokens))
 
     def _startable_requests(self) -> Iterator[Request]:
         """Yield the first waiting requests, at most as many as there are free rows."""
@@ -1076,7 +1079,8 @@ class Generator:
         # The trial would have to be compiled, too.
         if self.compiled:
             return False
-        return rounds_as_steps(self._new_step(self.chain), self.drafter.tokens)
+        step = self._new_step(self.chain)
+        return rounds_as_steps(step, self.drafter.tokens, self.drafter.reads_hidden)
 
     def _drafts_pause(self) -> bool:
         """Return whether steps go on without drafts."""

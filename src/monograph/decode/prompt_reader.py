@@ -88,7 +88,8 @@ class PromptReader:
         rows: the number of prompts that are read at the same time.
         cache: keys and values of the prompts.
         reads_last_token: whether the last token of a prompt is read, too.
-        last_RD: if `reads_last_token`, the final hidden state of the last token of each row's prompt.
+        keeps_last: whether `last_RD` is written.
+        last_RD: the final hidden state of the last token that was read of each row's prompt.
     """
 
     def __init__(
@@ -98,15 +99,17 @@ class PromptReader:
         chunk: int,
         wrap: Wrap,
         recorder: Recorder | None = None,
+        keeps_last: bool = False,
     ) -> None:
         """Allocate a cache with a row for each prompt that is read at the same time.
 
         Args:
-            model: the language model, in evaluation mode.
+            model: the language model, in evaluation mode, or what is called like it.
             sizes: the sizes of the cache; a prompt is not longer than a row.
             chunk: the number of tokens of a pass, a power of two that is at most the cache's block.
             wrap: returns a function compiled, or unchanged.
             recorder: captures the pass over a chunk; None: it is not captured.
+            keeps_last: see the class. Hidden states are also kept if the last token is read.
         """
         weight = model.lm_head.weight
         self.model = model
@@ -119,6 +122,7 @@ class PromptReader:
         )
         self.cache.pads_products = sizes.pads_products
         self.reads_last_token = sizes.pads_products
+        self.keeps_last = keeps_last or self.reads_last_token
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
@@ -126,7 +130,7 @@ class PromptReader:
         self._adapter_R = torch.zeros(self.rows, dtype=torch.int64, device=weight.device)
         self._columns_T = torch.arange(chunk, device=weight.device)
         self._hidden_RTD = weight.new_zeros(
-            self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
+            self.rows, chunk if self.keeps_last else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._run_pass), recorder)
         # The recurrences after whole chunks of prompts; the least recently used ones come first.
@@ -327,7 +331,7 @@ class PromptReader:
         positions_RT = first_R[:, None] + self._columns_T
         self._positions_RT.copy_(positions_RT.clamp(max=self.cache.slots - 1))
         self._passes.run(1, self.cache.block_count_for(max(begins) + count), count)
-        if self.reads_last_token:
+        if self.keeps_last:
             # The rows whose prompts end in this pass, and the columns of their last tokens.
             rows = list[int]()
             columns = list[int]()
@@ -349,7 +353,7 @@ class PromptReader:
             )
         # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
         # and values.
-        if self.reads_last_token:
+        if self.keeps_last:
             self._hidden_RTD[:, :count].copy_(hidden_RTD)
 
 

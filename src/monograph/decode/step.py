@@ -420,12 +420,9 @@ class DecodeStep:
             blocks: how many blocks of the cache attention reads.
         """
         state = self.state
-        tokens_BS = torch.cat([state.token_B[:, None], proposed_BK], dim=1)
-        columns_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        # What is proposed after a row's last position is written to the last slot, which no query reads.
-        positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
         kernels = self.forward_kernels
         if kernels is not None and kernels.follows_autocast("cuda"):
+            tokens_BS, positions_BS = self._proposed(proposed_BK)
             adapter_R = state.adapter_B.repeat(tokens_BS.shape[1])
             with rows_with_adapters(self.bank, adapter_R):
                 by_kernels_BSV = kernels.logits_of_columns(
@@ -433,12 +430,33 @@ class DecodeStep:
                 )
             if by_kernels_BSV is not None:
                 return by_kernels_BSV
-        with rows_with_adapters(self.bank, state.adapter_B):
-            hidden_BSD = self.model(
+        return self.logits_of(self.hidden_of_proposed(proposed_BK, blocks))
+
+    def hidden_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
+        """Return the final hidden states of each row's last token and of each proposed one, [B, K + 1, D].
+
+        Arguments are those of `logits_of_proposed`.
+        """
+        tokens_BS, positions_BS = self._proposed(proposed_BK)
+        with rows_with_adapters(self.bank, self.state.adapter_B):
+            hidden_BSD: Tensor = self.model(
                 tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)
             )
-            logits_BSV: Tensor = self.model.logits(hidden_BSD)
-        return logits_BSV
+        return hidden_BSD
+
+    def _proposed(self, proposed_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's last token with the proposed ones, [B, K + 1], and their positions."""
+        state = self.state
+        tokens_BS = torch.cat([state.token_B[:, None], proposed_BK], dim=1)
+        columns_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        # What is proposed after a row's last position is written to the last slot, which no query reads.
+        positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
+        return tokens_BS, positions_BS
+
+    def logits_of(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the logits of hidden states of several positions of each row, [B, S, V]."""
+        with rows_with_adapters(self.bank, self.state.adapter_B):
+            return self.model.logits(hidden_BSD)
 
     def logits_of_step(self, blocks: int, hidden_BD: Tensor | None = None) -> Tensor:
         """Return the logits after each row's last token, [B, V]; see `__call__`."""

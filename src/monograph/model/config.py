@@ -121,6 +121,8 @@ class LlamaConfig:
             layer.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
+        mtp_num_hidden_layers: number of layers for multi-token prediction: 1 if the model has a head
+            that predicts the token after the next one (`monograph.model.mtp`), or 0.
         attention_dropout: transformers' rate of dropout in training, which is kept for exports and
             not applied here.
         pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative
@@ -187,6 +189,7 @@ class LlamaConfig:
     mlp_only_layers: tuple[int, ...] = ()
     clip_qkv: float | None = None
     initializer_range: float = 0.02
+    mtp_num_hidden_layers: int = 0
     attention_dropout: float = 0.0
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -204,6 +207,7 @@ class LlamaConfig:
         self._check_rotation()
         self._check_scaling()
         self._check_fields_of_family()
+        self._check_mtp()
         self._check_layers()
         self._unify_equal_values()
         # The fields of mixtures and of the family's recurrent layers. Zeros are replaced by defaults.
@@ -336,6 +340,16 @@ class LlamaConfig:
             default = getattr(type(self), name)
             if getattr(self, name) != default:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
+
+    def _check_mtp(self) -> None:
+        """Check the number of layers for multi-token prediction."""
+        layers = self.mtp_num_hidden_layers
+        if isinstance(layers, bool) or layers not in (0, 1):
+            raise InputRefused(f"mtp_num_hidden_layers = {layers!r}: expected 0 or 1")
+        if layers and not self.family.has_feed_forward:
+            raise InputRefused(
+                f"mtp_num_hidden_layers = 1 is not supported with model_type = {self.model_type!r}"
+            )
 
     def _check_layers(self) -> None:
         """Check the fields that have a value for each layer, and the window that they refer to."""
@@ -548,6 +562,8 @@ class LlamaConfig:
         family = self.family
         layers = range(self.num_hidden_layers)
         left_out = _fields_of_others(family) | {"rope_local_theta"}
+        if not self.mtp_num_hidden_layers:
+            left_out.add("mtp_num_hidden_layers")
         if family.own_keys is not None:
             left_out |= {*family.own_keys.NOT_IN_FILES}
         values = {key: value for key, value in asdict(self).items() if key not in left_out}
@@ -650,6 +666,21 @@ class LlamaConfig:
         for name, value in values.items():
             changed._set(name, value)
         return changed
+
+    def of_mtp_layer(self) -> Self:
+        """Return the configuration of a model whose only layer is the one for multi-token prediction.
+
+        That layer attends to all positions up to its own, unless all layers of the model have a window.
+        In a model with mixtures of experts, it has a mixture.
+        """
+        # Not checked, as the caller may ask for the shapes of a model that no file may have
+        # (`monograph.model.parameters.axis_keys`).
+        config = self._changed(
+            num_hidden_layers=1, mtp_num_hidden_layers=0, no_rope_layers=(), mlp_only_layers=()
+        )
+        if not self.layer_types:
+            return config
+        return config._changed(layer_types=(), sliding_window=None, rope_local_theta=None)
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""

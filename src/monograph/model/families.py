@@ -192,8 +192,8 @@ class Family(NamedTuple):
         heads_divide_hidden_size: whether transformers refuses a hidden_size that is not a multiple of
             the number of heads, even if there is a head_dim.
         new_norm_topk_prob: norm_topk_prob of a new model with mixtures.
-        may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
-            transformers nor this package reads.
+        may_have_mtp_layers: whether files may have layers for multi-token prediction although their
+            config.json does not say so.
         own_keys: the module that translates the keys of config.json that only this family has. It has
             the functions `from_hf` and `to_hf`, and `KEYS`, the names of these keys. None: the family
             has only keys of `LlamaConfig`.

@@ -89,6 +89,8 @@ _DEFAULT_DTYPES = {
 
 _USE_F16 = ": use --dtype f16"
 
+# The prefix of the tensors of a head for multi-token prediction, which a file does not have.
+_MTP_PREFIX = "mtp."
 # llama.cpp rotates queries and keys in all layers of a SmolLM3 but every fourth one.
 _SMOLLM3_INTERVAL = 4
 # llama.cpp's names of the layers outside of the blocks, without the final norm, whose name differs by
@@ -167,7 +169,10 @@ def save_gguf(
         UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
     ]
-    tensors = [*divisors, *llama_cpp_tensors(plain_parameters(model), config)]
+    parameters = [each for each in plain_parameters(model) if not each.name.startswith(_MTP_PREFIX)]
+    if config.mtp_num_hidden_layers:
+        warn(f"{_MTP_PREFIX}* (multi-token prediction) is left out: --format hf keeps it")
+    tensors = [*divisors, *llama_cpp_tensors(parameters, config)]
     for layer in range(config.num_hidden_layers):
         for tensor in mixer_of(config, layer).more_llama_cpp_tensors(config):
             tensors.append(tensor._replace(name=f"blk.{layer}.{tensor.name}"))

@@ -8,6 +8,7 @@ text model is read.
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,8 +122,9 @@ _WRAPPERS = {
         tie_word_embeddings=True,
     ),
 }
-# The prefix of layers for multi-token prediction, in families that have such layers.
+# The prefix of the tensors of a head for multi-token prediction, and the key of their number of layers.
 MTP_PREFIX = "mtp."
+_MTP_KEY = "mtp_num_hidden_layers"
 
 
 def text_model_type(model_type: str) -> str:
@@ -171,13 +173,14 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_tensors(
-    stored: Mapping[str, StoredTensor], model_type: object
+    stored: Mapping[str, StoredTensor], values: Mapping[str, Any], mtp: bool
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Split a folder's tensors into those of the text model and the others.
 
     Args:
         stored: the folder's tensors.
-        model_type: the value of model_type in the folder's config.json.
+        values: the content of the folder's config.json.
+        mtp: whether the head for multi-token prediction belongs to the text model.
 
     Returns:
         The text model's tensors, by the names that they have in the folder of a text model alone.
@@ -185,11 +188,14 @@ def _text_tensors(
     """
     # In the folder of a text model alone, all tensors belong to it, and keep their names.
     no_wrapper = _Wrapper("", {}, ())
-    wrapper = _WRAPPERS.get(str(model_type), no_wrapper)
+    model_type = str(values.get("model_type"))
+    wrapper = _WRAPPERS.get(model_type, no_wrapper)
     other_prefixes = wrapper.other_prefixes
-    text_type = wrapper.text_type or str(model_type)
-    family = FAMILIES.get(text_type)
-    if family is not None and family.may_have_mtp_layers:
+    family = FAMILIES.get(wrapper.text_type or model_type)
+    may_have_mtp_layers = bool(values.get(_MTP_KEY)) or (
+        family is not None and family.may_have_mtp_layers
+    )
+    if may_have_mtp_layers and not mtp:
         other_prefixes = (*other_prefixes, MTP_PREFIX)
     text_tensors = dict[str, StoredTensor]()
     seen_prefixes = set[str]()
@@ -208,20 +214,23 @@ def _text_tensors(
     return text_tensors, sorted(seen_prefixes)
 
 
-def read_config(folder: str | Path) -> LlamaConfig:
+def read_config(folder: str | Path, mtp: bool = False) -> LlamaConfig:
     """Return the configuration in a folder's config.json.
 
     If its model_type is unknown, the headers of the weights are read, too (`monograph.model.nearest`).
 
+    Args:
+        folder: the folder.
+        mtp: whether the model shall have the folder's head for multi-token prediction.
+
     Raises:
         InputRefused: no such folder or file, a file that is not JSON, or a model that `Llama` does
-            not compute. The message has the file and the key.
+            not compute. The message has the file and the key. Or the folder has no such head.
     """
     path, values = _config_json(Path(folder))
     try:
-        if _needs_nearest(Path(folder), values):
-            return _nearest(Path(folder), values).config
-        return LlamaConfig.from_hf(_text_values(values))
+        config = _config_without_mtp(Path(folder), values)
+        return replace(config, mtp_num_hidden_layers=1) if mtp else config
     except InputRefused as error:
         fault = str(error)
         if _is_wrapped(values) and not fault.startswith("text_config"):
@@ -229,6 +238,14 @@ def read_config(folder: str | Path) -> LlamaConfig:
         if len(fault) > MAX_ERROR_LENGTH:
             fault = f"{fault[: MAX_ERROR_LENGTH // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {fault}") from None
+
+
+def _config_without_mtp(folder: Path, values: Mapping[str, Any]) -> LlamaConfig:
+    """Return the configuration of a folder's model without its head for multi-token prediction."""
+    if _needs_nearest(folder, values):
+        return _nearest(folder, values).config
+    text_values = {key: value for key, value in _text_values(values).items() if key != _MTP_KEY}
+    return LlamaConfig.from_hf(text_values)
 
 
 def assumption(folder: str | Path) -> str:
@@ -295,16 +312,21 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
     return path, read_json(path)
 
 
-def prefixes_left_out(folder: str | Path) -> list[str]:
-    """Return the prefixes of a folder's tensors that do not belong to its text model and are not read."""
+def prefixes_left_out(folder: str | Path, mtp: bool = False) -> list[str]:
+    """Return the prefixes of a folder's tensors that do not belong to its text model and are not read.
+
+    Args:
+        folder: the folder.
+        mtp: whether the head for multi-token prediction is read.
+    """
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
-    _, prefixes = _text_tensors(headers, values.get("model_type"))
+    _, prefixes = _text_tensors(headers, values, mtp)
     return prefixes
 
 
 def read_checked_headers(
-    folder: str | Path, config: LlamaConfig | None = None
+    folder: str | Path, config: LlamaConfig | None = None, mtp: bool = False
 ) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
     """Return a folder's configuration, and the descriptions of its tensors in the decoder's form.
 
@@ -313,14 +335,21 @@ def read_checked_headers(
     Args:
         folder: as in `mapped_model`.
         config: the folder's configuration; None: it is read from the folder.
+        mtp: as in `mapped_model`, if the configuration is not given.
 
     Raises:
         InputRefused: see `mapped_model`.
     """
-    config = config or read_config(folder)
+    config = config or read_config(folder, mtp)
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
-    stored, _ = _text_tensors(headers, values.get("model_type"))
+    has_head = bool(config.mtp_num_hidden_layers)
+    if has_head and not any(name.startswith(MTP_PREFIX) for name in headers):
+        raise InputRefused(
+            f"{folder}: it has no {MTP_PREFIX}* tensors, so no head for multi-token prediction: leave "
+            f"{_MTP_KEY} out"
+        )
+    stored, _ = _text_tensors(headers, values, has_head)
     stored = _decoder_tensors(stored, config, values)
     check_headers(stored, config, Path(folder))
     return config, stored
@@ -365,16 +394,16 @@ def read_few_bits(folder: str | Path, config: LlamaConfig | None = None) -> FewB
     return FewBits(form.label, form.base, dtypes[0] if dtypes else "BF16", dense)
 
 
-def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
+def load_model(folder: str | Path, dtype: torch.dtype | None = None, mtp: bool = False) -> Llama:
     """Return the model of a Hugging Face folder, on the CPU.
 
     Besides the model, one tensor at a time is in memory. Arguments and errors are those of
     `mapped_model`.
     """
-    return materialize_(mapped_model(folder, dtype))
+    return materialize_(mapped_model(folder, dtype, mtp))
 
 
-def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
+def mapped_model(folder: str | Path, dtype: torch.dtype | None = None, mtp: bool = False) -> Llama:
     """Return the model of a folder, with weights that are mapped to their files
     (`monograph.graph.mmap_weights`).
 
@@ -384,13 +413,14 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
         folder: a folder with config.json and model.safetensors, or with config.json and the shards
             that model.safetensors.index.json lists.
         dtype: dtype of the weights; None: the stored dtype, which must be the same for all weights.
+        mtp: whether the model shall have the folder's head for multi-token prediction.
 
     Raises:
         InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value, which the
             message names.
     """
     folder = Path(folder)
-    config, stored = read_checked_headers(folder)
+    config, stored = read_checked_headers(folder, mtp=mtp)
     stored_dtypes = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(stored_dtypes) > 1:
         raise InputRefused(

@@ -170,6 +170,8 @@ class JoinedLayersRule(FileRule):
         shapes = dict(outer_shapes(self.config))
         for layer in range(self.config.num_hidden_layers):
             shapes |= block_shapes(self.config, layer)
+        if self.config.mtp_num_hidden_layers:
+            shapes |= block_shapes(self.config.of_mtp_layer(), 0)
         converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)

@@ -16,6 +16,7 @@ F rotated pairs of a head, V vocabulary; 1 an axis of length 1.
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -31,6 +32,7 @@ from monograph.model.feed_forward import FeedForward, NoFeedForward
 from monograph.model.layers import MLP, Linear, make_norm, make_scale
 from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of, mixers_of_family
 from monograph.model.mixture import Mixture
+from monograph.model.mtp import MultiTokenPredictor
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import AttentionKernel, Impl, Mask
@@ -376,6 +378,10 @@ class Llama(nn.Module):
         self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}
         self.balance_factor = mixture_keys.balance_factor(config)
+        self.mtp: MultiTokenPredictor | None = None
+        if config.mtp_num_hidden_layers:
+            own_config = config.of_mtp_layer()
+            self.mtp = MultiTokenPredictor(own_config, Block(own_config, attention, 0))
         self.tie_weights()
         self._initialise(seed)
 
@@ -450,12 +456,57 @@ class Llama(nn.Module):
                 if cast(Block, self.model.layers[layer]).mlp.has_balance:
                     no_cache = None  # `cache` comes before `balance` in the arguments of a block
                     layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
+        return self._embedded(tokens_BT), layer_inputs
+
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        """Return the embedded tokens, [B, T, D]."""
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
             # Autocast would leave the embedded tokens, and so the residual stream, in fp32. Reading
             # and writing this stream is most of the memory traffic of a pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
-        return hidden_BTD, layer_inputs
+        return hidden_BTD
+
+    def predict_ahead(
+        self,
+        hidden_BTD: Tensor,
+        next_tokens_BT: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Return the hidden states of which `logits` makes the logits of the tokens after the next ones.
+
+        The model must have a head for them (`monograph.model.mtp`).
+
+        Args:
+            hidden_BTD: what `forward` returns for the positions, or, to predict further tokens, what
+                this method has returned for the positions before.
+            next_tokens_BT: the token after each position, int64. At the last position of a document it
+                may be any token, since no other position sees it.
+            segments: as in `forward`.
+            positions: as in `forward`.
+            cache: keys and values of the head's block, as layer 0 of a cache; otherwise as in
+                `forward`.
+
+        Returns:
+            [B, T, D] in the dtype of the weights.
+        """
+        assert self.mtp is not None
+        if positions is None:
+            length = next_tokens_BT.shape[1]
+            positions = torch.arange(length, device=next_tokens_BT.device)[None]
+        config = self.mtp.config
+        [(layer_cos_sin, mask)] = self._inputs_of_layers(
+            config, self.mtp.layers, next_tokens_BT, segments, positions
+        )
+        layer_cache = None
+        if cache is not None:
+            layer_cache = LayerCache(
+                cache, 0, positions.expand_as(next_tokens_BT), config.window(0)
+            )
+        embedded_BTD = self._embedded(next_tokens_BT)
+        return self.scale_last(self.mtp(embedded_BTD, hidden_BTD, layer_cos_sin, mask, layer_cache))
 
     def end(self, hidden_BTD: Tensor) -> Tensor:
         """Return the last norm of the blocks' output, divided by config.logits_scaling."""
@@ -482,8 +533,21 @@ class Llama(nn.Module):
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
         """
+        return self._inputs_of_layers(
+            self.config, self.model.layers, tokens_BT, segments, positions
+        )
+
+    def _inputs_of_layers(
+        self,
+        config: LlamaConfig,
+        blocks: nn.ModuleList,
+        tokens_BT: Tensor,
+        segments: Tensor | None,
+        positions: Tensor,
+    ) -> list[tuple[CosSin | None, Mask]]:
+        """Return what `attention_inputs` does, for blocks of any configuration."""
         length = tokens_BT.shape[1]
-        longest = self.config.max_position_embeddings
+        longest = config.max_position_embeddings
         if length > longest:
             raise InputRefused(
                 f"a sequence of {length} tokens is longer than the model's max_position_embeddings = {longest}; "
@@ -492,12 +556,13 @@ class Llama(nn.Module):
         is_double = self.model.embed_tokens.weight.dtype == torch.float64
         dtype = torch.float64 if is_double else torch.float32
         impl = self.attention
-        if impl == "auto" and self.config.head_dim < MIN_FLEX_HEAD_DIM:
+        if impl == "auto" and config.head_dim < MIN_FLEX_HEAD_DIM:
             impl = "sdpa"
+        # Layers without a window, and layers whose window is longer than the rows, share one mask.
+        windows = [min(config.window(layer) or length, length) for layer in range(len(blocks))]
         mask_by_window: dict[int, Mask] = {}
-        reads_segments = [cast(Block, block).mixer.reads_segments for block in self.model.layers]
-        for layer in range(self.config.num_hidden_layers):
-            window = self._window_in(length, layer)
+        reads_segments = [cast(Block, block).mixer.reads_segments for block in blocks]
+        for layer, window in enumerate(windows):
             if not reads_segments[layer] and window not in mask_by_window:
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
@@ -506,27 +571,20 @@ class Llama(nn.Module):
         # without one another width of a head.
         cos_sin_by_kind: dict[tuple[bool, int], CosSin] = {}
         layer_inputs: list[tuple[CosSin | None, Mask]] = []
-        for layer in range(self.config.num_hidden_layers):
+        for layer, window in enumerate(windows):
             layer_cos_sin = None
-            if self.config.rotates(layer):
-                is_local = self.config.has_local_theta(layer)
-                of_layer = self.config.of_layer(layer)
+            if config.rotates(layer):
+                is_local = config.has_local_theta(layer)
+                of_layer = config.of_layer(layer)
                 kind = (is_local, of_layer.head_dim)
                 if kind not in cos_sin_by_kind:
                     cos_sin_by_kind[kind] = cos_sin(positions, of_layer, dtype, is_local)
                 layer_cos_sin = cos_sin_by_kind[kind]
             mask: Mask = segments
             if not reads_segments[layer]:
-                mask = mask_by_window[self._window_in(length, layer)]
+                mask = mask_by_window[window]
             layer_inputs.append((layer_cos_sin, mask))
         return layer_inputs
-
-    def _window_in(self, length: int, layer: int) -> int:
-        """Return a layer's window, or the length of the rows if the layer has no shorter window.
-
-        So layers without a window, and layers whose window is longer than the rows, share one mask.
-        """
-        return min(self.config.window(layer) or length, length)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V].
@@ -534,6 +592,11 @@ class Llama(nn.Module):
         With config.final_logit_softcapping they are capped (`monograph.ops.logit_cap`).
         """
         return capped(self.lm_head(hidden_BTD), self.config.final_logit_softcapping)
+
+    def remove_mtp_(self) -> None:
+        """Remove the head for multi-token prediction if there is one."""
+        self.mtp = None
+        self.config = replace(self.config, mtp_num_hidden_layers=0)
 
     def use_attention(
         self, impl: Impl, kernel: AttentionKernel = "torch", device_type: str = ""
@@ -547,8 +610,14 @@ class Llama(nn.Module):
                 of the input.
         """
         self.attention = impl
-        for block in self.model.layers:
+        for block in self._all_blocks:
             cast(Block, block).mixer.use_attention(impl, kernel, device_type)
+
+    @property
+    def _all_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the decoder and of the head for multi-token prediction."""
+        of_head = [] if self.mtp is None else [*self.mtp.layers]
+        return [*self.model.layers, *of_head]
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them.
@@ -565,7 +634,7 @@ class Llama(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         # The matrices that end a residual branch: their products are added to the residual stream.
         residual_matrices = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-        mixers = {type(cast(Block, block).mixer) for block in self.model.layers}
+        mixers = {type(cast(Block, block).mixer) for block in self._all_blocks}
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue

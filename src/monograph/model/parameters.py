@@ -21,7 +21,13 @@ from monograph.model.llama import Block, Llama, feed_forward_of, kind_of_block
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYERS = "model.layers."
 # Integers of a configuration that are not sizes of any tensor.
-_NOT_SIZES = {"num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id"}
+_NOT_SIZES = {
+    "num_hidden_layers",
+    "mtp_num_hidden_layers",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+}
 
 
 def block_shapes(config: LlamaConfig, layer: int) -> Shapes:

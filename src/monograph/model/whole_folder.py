@@ -1,8 +1,9 @@
 """Put a trained text model back into the folder of the whole model that it is a part of.
 
-The whole model may also see pictures, or have layers for multi-token prediction. These layers are not
-trained here. Here "the original" is the folder of the whole model from before the training. The new
-folder is a copy of it, in which the tensors of the text model have new numbers.
+The whole model may also see pictures, whose layers are not trained here. It may have a head for
+multi-token prediction, which belongs to the text model only if it was asked for. Here "the original" is
+the folder of the whole model from before the training. The new folder is a copy of it, in which the
+tensors of the text model have new numbers.
 """
 
 from collections.abc import Iterator
@@ -100,7 +101,8 @@ def save_whole(
         DiskFull: there is no space left. Nothing of this export remains.
     """
     original = Path(original)
-    config, stored = hub.read_checked_headers(original)
+    mtp = bool(model.config.mtp_num_hidden_layers)
+    config, stored = hub.read_checked_headers(original, mtp=mtp)
     _require_shape(model.config, config, original)
     _require_tokenizer(tokenizer, original)
     places = {name: [*_places(name, header)] for name, header in stored.items()}
@@ -127,7 +129,7 @@ def save_whole(
     return WholeFolder(
         trained=len(trained),
         others=len(headers) - len(trained),
-        prefixes=hub.prefixes_left_out(original),
+        prefixes=hub.prefixes_left_out(original, mtp),
         rounded_to=sorted(rounded_to),
         not_copied=_names_not_copied(original, copied),
     )

@@ -28,7 +28,7 @@ from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
 from monograph.graph.token_rows import trained_rows
-from monograph.loss import Batch, Loss, TokenLoss, hidden_of
+from monograph.loss import Batch, Loss, MtpLoss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.feed_forward import FeedForward
@@ -172,8 +172,13 @@ class Work(Training):
     @property
     def loss(self) -> Loss:
         """Return the loss to trace, which has the same memory as the run's own loss."""
-        make_loss = _answer_loss if self.answer_scoring else token_loss_on
-        return make_loss(self.device_type)
+        if self.answer_scoring:
+            return _answer_loss(self.device_type)
+        if self.config.mtp_num_hidden_layers:
+            loss = MtpLoss()
+            loss.head = _cross_entropy_head(self.device_type)
+            return loss
+        return token_loss_on(self.device_type)
 
     @property
     def inner_numbers(self) -> int:

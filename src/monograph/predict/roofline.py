@@ -46,6 +46,17 @@ def matmul_parameters(config: LlamaConfig) -> int:
     )
 
 
+def mtp_matmul_parameters(config: LlamaConfig) -> int:
+    """Count the parameters with which a head for multi-token prediction multiplies a token; 0 without one.
+
+    These are the matrices of its block, its projection of 2·d numbers to d, and the model's head, which
+    it uses a second time. Unit: parameters.
+    """
+    if not config.mtp_num_hidden_layers:
+        return 0
+    return matmul_parameters(config.of_mtp_layer()) + 2 * config.hidden_size**2
+
+
 def training_flops(
     matmul_parameters: int, attention_width: int, visible_positions: Iterable[float]
 ) -> float:
@@ -94,7 +105,7 @@ def flops_per_token(
     lengths = documents
     if isinstance(lengths, int):
         lengths = PieceLengths.of_whole_rows(lengths)
-    matrices = matmul_parameters(config)
+    matrices = matmul_parameters(config) + mtp_matmul_parameters(config)
     saved_flops = 0
     if adapter_parameters:
         # The gradients of frozen weights are not computed, but the products with adapters are.
@@ -103,6 +114,10 @@ def flops_per_token(
         mixer_of(config, layer).training_flops(config, layer, lengths.visible_positions)
         for layer in range(config.num_hidden_layers)
     )
+    if config.mtp_num_hidden_layers:
+        of_head = config.of_mtp_layer()
+        mixer = mixer_of(of_head, 0)
+        flops_of_mixers += mixer.training_flops(of_head, 0, lengths.visible_positions)
     return 6 * matrices + flops_of_mixers - saved_flops
 
 
@@ -236,7 +251,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """
     config = work.config
     captured = work.compile != "none"
-    layers = work.config.num_hidden_layers
+    # A head for multi-token prediction has one more block.
+    layers = config.num_hidden_layers + config.mtp_num_hidden_layers
     recomputed_linear_flops, recomputed_attention_flops = estimate.recomputed_flops(work)
     shares, bandwidth = efficiency(device)
     window_tokens = work.tokens_per_update
@@ -247,7 +263,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     adapter_parameters = estimate.active_adapter_parameters(work)
     flops_per_weight = 4 if adapter_parameters else 6
     product_flops: float = (
-        flops_per_weight * matmul_parameters(config)
+        flops_per_weight * (matmul_parameters(config) + mtp_matmul_parameters(config))
         + 6 * adapter_parameters
         + layers * recomputed_linear_flops
     )

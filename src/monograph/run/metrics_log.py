@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from monograph.run.folder import Run
 from monograph.step import Update
@@ -109,8 +110,9 @@ class MetricsLog(_PendingUpdates[Entries]):
         Args:
             rows: the rows, as `metrics_rows` returns them. Their `skipped` is the number of skipped updates
                 since the run's start. In the metrics `skipped` says whether this update was skipped.
-            extras: further entries of each row.
+            extras: further entries of each row. Those that are tensors are read from the device together.
         """
+        extras = _with_numbers(extras)
         logged_rows = []
         for row, extra in zip(rows, extras, strict=True):
             was_skipped = row["skipped"] > self.skipped
@@ -194,6 +196,18 @@ class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
             last_applied = update - log.skipped_in_a_row
             self.divergences[index] = last_applied
             log.run.log({"update": update, "diverged": last_applied})
+
+
+def _with_numbers(extras: Sequence[Entries]) -> list[Entries]:
+    """Return entries with numbers in place of 0-d tensors, which are read in one read."""
+    tensors = [
+        value.double() for extra in extras for value in extra.values() if isinstance(value, Tensor)
+    ]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [
+        {key: next(numbers) if isinstance(value, Tensor) else value for key, value in extra.items()}
+        for extra in extras
+    ]
 
 
 def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:

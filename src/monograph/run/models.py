@@ -105,7 +105,11 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
         raise InputRefused(
             f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
         )
-    model = _load_unmerged(recipe.init, _no_warning, torch.float32, recipe.sizes)
+    model = _load_unmerged(
+        recipe.init, _no_warning, torch.float32, recipe.sizes, mtp=recipe.trains_mtp
+    )
+    if not recipe.trains_mtp:
+        model.remove_mtp_()  # a run may have it
     return _merge_adapters(model), token_loss
 
 
@@ -118,7 +122,9 @@ def _warn_in_python(line: str) -> None:
     warnings.warn(line, stacklevel=2)
 
 
-def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Tokenizer | None]:
+def load(
+    folder: str | Path, warn: Warn = _warn_in_python, *, mtp: bool = False
+) -> tuple[Llama, Tokenizer | None]:
     """Load a language model and its tokenizer by name.
 
     A run's model is that of its newest valid checkpoint, or of the checkpoint whose folder is
@@ -130,6 +136,8 @@ def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Token
             (`monograph.run.repository.fetch_if_on_hub`).
         warn: called with each line that the user should read; by default it becomes a warning of
             Python's.
+        mtp: whether the model of a Hugging Face folder shall have the folder's head for multi-token
+            prediction (`monograph.model.mtp`). The model of a run has it if it was trained.
 
     Returns:
         The model and its tokenizer. The tokenizer of a weight file is the tokenizer.json next to
@@ -144,7 +152,7 @@ def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Token
     if run:
         model, tokenizer, _ = load_run(run, warn)
         return model, tokenizer
-    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={})
+    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={}, mtp=mtp)
     model = materialize_(_merge_adapters(unmerged))  # reads weights that are still in their files
     require_all_finite(model, folder)  # not needed for a run, which saves only finite weights
     path = find_tokenizer(folder)
@@ -152,7 +160,7 @@ def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Token
 
 
 def load_with_tokenizer(
-    folder: str | Path, warn: Warn = _warn_in_python
+    folder: str | Path, warn: Warn = _warn_in_python, *, mtp: bool = False
 ) -> tuple[Llama, Tokenizer]:
     """Load a language model that must have a tokenizer; see `load`.
 
@@ -161,7 +169,7 @@ def load_with_tokenizer(
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetch_if_on_hub(folder)
-    model, tokenizer = load(folder, warn)
+    model, tokenizer = load(folder, warn, mtp=mtp)
     if tokenizer is None:
         raise no_tokenizer_error(folder)
     return model, tokenizer
@@ -359,7 +367,11 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
 
 
 def _load_unmerged(
-    folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]
+    folder: str | Path,
+    warn: Warn,
+    dtype: torch.dtype | None,
+    sizes: Mapping[str, Any],
+    mtp: bool = False,
 ) -> Llama:
     """Load a model with its adapters unmerged. Its weights may still be in their files.
 
@@ -368,6 +380,7 @@ def _load_unmerged(
         warn: called with each line that the user should read.
         dtype: the dtype of the weights; None for the stored dtype.
         sizes: sizes that a weight file does not record.
+        mtp: see `load`.
 
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
@@ -401,7 +414,7 @@ def _load_unmerged(
     assumption = hub.assumption(folder)
     if assumption:
         warn(assumption)
-    model = hub.mapped_model(folder, dtype)
+    model = hub.mapped_model(folder, dtype, mtp)
     few_bits = hub.read_few_bits(folder, model.config)
     if few_bits:
         warn(f"{folder}: stored as {few_bits.label}, read as {few_bits.dtype.lower()}")

@@ -116,6 +116,11 @@ class ModelRecipe(NamedTuple):
         """Return the Python function that builds the module; None if `init` does not name one."""
         return code_named(self.init)
 
+    @property
+    def trains_mtp(self) -> bool:
+        """Return whether the module has a head for multi-token prediction."""
+        return bool(self.sizes.get("mtp_num_hidden_layers"))
+
     def shape(self, **defaults: int) -> LlamaConfig:
         """Return the shape of a new Llama.
 

@@ -5,7 +5,7 @@ later question reads the disk again.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -39,27 +39,34 @@ class ModelSource:
     Attributes:
         name: the value of `model.init`.
         adapter: the stored adapter that `name` names; None for a whole model.
+        mtp: whether the run trains the model's head for multi-token prediction. Otherwise the model is
+            loaded without it.
     """
 
     name: str
     adapter: Adapter | None
+    mtp: bool = False
 
     @classmethod
-    def open(cls, name: str) -> Self:
+    def open(cls, name: str, mtp: bool = False) -> Self:
         """Return the model that a name stands for. An adapter's configuration is read now.
+
+        Args:
+            name: the name.
+            mtp: see the class.
 
         Raises:
             InputRefused: the adapter cannot be used.
         """
-        return cls(name, read_adapter(name) if is_adapter(name) else None)
+        return cls(name, read_adapter(name) if is_adapter(name) else None, mtp)
 
     def renamed(self, name: str) -> Self:
         """Return the same model under another name, e.g. its full path, with all cached answers."""
         if self.adapter is None:
-            return self._with_cached_answers(type(self)(name, None))
+            return self._with_cached_answers(type(self)(name, None, self.mtp))
         adapter = self.adapter._replace(folder=Path(name))
         # The base of an adapter does not depend on the adapter's own name.
-        return self._with_cached_answers(type(self)(name, adapter), "base")
+        return self._with_cached_answers(type(self)(name, adapter, self.mtp), "base")
 
     def _with_cached_answers(self, other: Self, *more: str) -> Self:
         """Copy cached answers to another source with the same base, and return that source.
@@ -102,7 +109,7 @@ class ModelSource:
     @cached_property
     def shape(self) -> LlamaConfig | None:
         """Return the shape in the config.json of a Hugging Face folder; None for any other base."""
-        return hub.read_config(self.base) if self._is_folder else None
+        return hub.read_config(self.base, self.mtp) if self._is_folder else None
 
     @property
     def _is_folder(self) -> bool:
@@ -117,7 +124,10 @@ class ModelSource:
         if self.run is None:
             return self.shape
         recorded = recorded_state.newest_state(self.run).get("model_config")
-        return LlamaConfig.from_hf(recorded) if recorded else None
+        if not recorded:
+            return None
+        config = LlamaConfig.from_hf(recorded)
+        return config if self.mtp else replace(config, mtp_num_hidden_layers=0)
 
     @property
     def positions(self) -> int | None:
@@ -126,14 +136,18 @@ class ModelSource:
 
     @property
     def left_out(self) -> str:
-        """Return the tensors of a Hugging Face folder that are not loaded, such as "a.*, b.*".
+        """Return the tensors of a Hugging Face folder or a run that are not loaded, such as "a.*, b.*".
 
-        They belong to parts that no text model has. The result is "" if there are none, or if the
-        base is anything else.
+        They belong to parts that no text model has, or that are not trained. The result is "" if there
+        are none, or if the base is anything else.
         """
+        if self.run is not None:
+            recorded = recorded_state.newest_state(self.run).get("model_config") or {}
+            has_head = bool(recorded.get("mtp_num_hidden_layers"))
+            return f"{hub.MTP_PREFIX}*" if has_head and not self.mtp else ""
         if not self._is_folder or not has_weights(Path(self.base)):
             return ""
-        return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base))
+        return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base, self.mtp))
 
     @property
     def assumption(self) -> str:
@@ -161,7 +175,7 @@ class ModelSource:
             InputRefused: the weights cannot be used, or the adapter was trained on another base.
         """
         if self.adapter:
-            base = self.open(self.base)
+            base = self.open(self.base, self.mtp)
             # The cached answers of this source are about `self.base`, so `base` can have them. But if `base` is
             # an adapter itself, its answers must be about a base of its own.
             if base.adapter is None:
@@ -174,6 +188,11 @@ class ModelSource:
             if not exists(self.name):
                 raise InputRefused(no_folder(self.name))
             hub.read_checked_headers(self.name, self.shape)
+        elif self.mtp and self.config is not None and not self.config.mtp_num_hidden_layers:
+            raise InputRefused(
+                f"{self.name} was trained without a head for multi-token prediction: leave "
+                "model.mtp_num_hidden_layers out"
+            )
 
     @property
     def recorded_name(self) -> str:

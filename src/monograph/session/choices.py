@@ -28,6 +28,8 @@ class Choices:
     is_code: bool
     is_adapted: bool
     init: str | None = of_key("model.init")
+    mtp: int | None = of_key("model.mtp_num_hidden_layers")
+    mtp_weight: float | None = of_key("train.mtp_weight")
     rank: int | None = of_key("lora.rank")
     dropout: float | None = of_key("lora.dropout")
     precision: str = of_key("train.precision")
@@ -140,6 +142,7 @@ def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
 MODEL_FROM_CODE = Condition(
     "model.init = {init}", lambda choices: choices.is_code, "FILE.py:FUNCTION"
 )
+MTP = Condition("model.mtp_num_hidden_layers = 1", lambda choices: bool(choices.mtp))
 ADAPTED = Condition("lora.rank", lambda choices: choices.is_adapted)
 STREAMED = Condition("train.memory = stream", lambda choices: choices.memory == "stream")
 COMPILED_WHOLE = Condition("train.compile = whole", lambda choices: choices.compile == "whole")

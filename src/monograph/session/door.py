@@ -211,7 +211,9 @@ def _look_up(
     """
     model = settings.model
     data = settings.data
-    source = ModelSource.open(model.init) if model.init else None
+    source = None
+    if model.init:
+        source = ModelSource.open(model.init, mtp=bool(model.mtp_num_hidden_layers))
     decided: dict[str, Any] = {}
     optimizer_name: str = settings.optim.name
     if optimizer_name == "auto":

@@ -155,6 +155,7 @@ class Job:
         keep: the number of checkpoints that stay.
         parallel: how several devices share the work.
         gather_dtype: the dtype in which ranks send each other their rows of weights.
+        mtp_weight: the factor of the loss of a head for multi-token prediction; None: the default.
     """
 
     record: ConfigRecord
@@ -180,6 +181,7 @@ class Job:
     keep: int = of_key("train.keep")
     parallel: str = of_key("train.parallel")
     gather_dtype: str = of_key("train.gather_dtype")
+    mtp_weight: float | None = of_key("train.mtp_weight")
 
     @property
     def seed(self) -> int:

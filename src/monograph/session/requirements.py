@@ -27,6 +27,7 @@ from monograph.session.choices import (
     FP8,
     FP8_HEAD,
     MODEL_FROM_CODE,
+    MTP,
     NO_MASTER_WEIGHTS,
     QUANTIZED,
     REMAT_OFFLOADED,
@@ -98,6 +99,9 @@ SCHEDULE_WITHOUT_DECAY = Condition(
 MIN_LR_RATIO_GIVEN = Condition(
     "optim.min_lr_ratio", lambda choices: choices.min_lr_ratio is not None
 )
+NO_MTP = Condition("model.mtp_num_hidden_layers = 0", lambda choices: not choices.mtp)
+MTP_WEIGHT_GIVEN = Condition("train.mtp_weight", lambda choices: choices.mtp_weight is not None)
+TRANSFER = Condition("optim.transfer = width", lambda choices: choices.transfer == "width")
 NO_TRANSFER = Condition("optim.transfer = none", lambda choices: choices.transfer == "none")
 TRANSFER_BASE_GIVEN = Condition(
     "optim.transfer_base", lambda choices: choices.transfer_base is not None
@@ -155,6 +159,17 @@ STEP_EXCLUSIONS = (
     excludes(STREAMED_BASE, IN_PARALLEL, "it was not tried: take none"),
     excludes(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
     excludes(SHARDED, COMPILED_WHOLE, "blocks are gathered one by one: take blocks or none"),
+    excludes(MTP, MODEL_FROM_CODE, "the function builds the whole model: leave it out"),
+    excludes(MTP, STREAMED, "its head is in no stage: take device"),
+    excludes(MTP, IN_PARALLEL, "it was not tried: take none"),
+    excludes(MTP, ADAPTED, "the head is trained with all weights: leave one out"),
+    excludes(MTP, FP8, "it was not tried: take bf16"),
+    excludes(MTP, TRANSFER, "no rule carries the head's rate to another width: leave one out"),
+    Exclusion(
+        MTP_WEIGHT_GIVEN,
+        NO_MTP,
+        "train.mtp_weight is for a head that is trained: give model.mtp_num_hidden_layers = 1, too",
+    ),
 )
 OPTIMIZER_EXCLUSIONS = (
     Exclusion(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from monograph.graph import siblings
 from monograph.graph.inspect import parameter_blocks
 from monograph.graph.remat import Remat
-from monograph.loss import Loss, TokenLoss
+from monograph.loss import Loss, MtpLoss, TokenLoss
 from monograph.ops.fused_gradients import fused_gradients, may_fuse
 from monograph.ops.unwritten import unwritten
 from monograph.optim import Plane, added_at_once, planes, trainable, unlinked
@@ -206,5 +206,5 @@ def fuses_gradients(model: type[nn.Module], loss: Loss, precision: str, on_cuda:
     # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
     device_can = on_cuda and precision in ("bf16", "fp16", "fp8_head")
     # A caller's own model or loss may read gradients, too, which autograd would not get.
-    reads_no_gradients = type(loss) is TokenLoss and may_fuse(model)
+    reads_no_gradients = type(loss) in (TokenLoss, MtpLoss) and may_fuse(model)
     return device_can and reads_no_gradients

@@ -31,7 +31,7 @@ from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
-from monograph.session.choices import FP8, MODEL_FROM_CODE, QUANTIZED, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, MTP, QUANTIZED, STREAMED, Condition
 from monograph.session.objective import (
     CurveOfScores,
     DecidedObjective,
@@ -78,6 +78,7 @@ class Preferences(Objective):
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (QUANTIZED, "it was not tried: leave it out"),
+        (MTP, "only texts train the head: leave it out"),
         (
             Condition("train.tokens", lambda choices: choices.tokens is not None),
             "pairs are counted, not tokens: give updates, epochs or minutes",

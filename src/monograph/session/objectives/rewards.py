@@ -60,7 +60,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import module_digest
 from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
-from monograph.session.choices import FP8, MODEL_FROM_CODE, QUANTIZED, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, MTP, QUANTIZED, STREAMED, Condition
 from monograph.session.objective import (
     CurveOfScores,
     DecidedObjective,
@@ -144,6 +144,7 @@ class Rewards(Objective):
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (QUANTIZED, "it was not tried: leave it out"),
+        (MTP, "only texts train the head: leave it out"),
         (
             Condition(
                 "train.tokens = {tokens}", lambda choices: choices.tokens is not None, "a number"

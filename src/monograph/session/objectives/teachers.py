@@ -154,9 +154,15 @@ class TaughtTask(TextTask):
         Raises:
             InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit
                 the model.
-            UsageError: the run is streamed or is trained by several processes.
+            UsageError: the run is streamed or is trained by several processes, or its model has a head
+                for multi-token prediction.
         """
         run = self.student_run
+        if isinstance(model, Llama) and model.mtp is not None:
+            raise UsageError(
+                f"{run.folder} learns from a sweep's members, which do not train a head for multi-token "
+                "prediction: leave out model.mtp_num_hidden_layers"
+            )
         is_parallel = self.ranks > 1 or plan.job.parallel != "none"
         if plan.memory == "stream" or is_parallel:
             raise UsageError(

@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from torch import nn
+
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.options import ReadingOptions
@@ -16,8 +18,9 @@ from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.text import evaluate_members
 from monograph.graph.trial import Trial
-from monograph.loss import Batch
+from monograph.loss import Batch, Loss, MtpLoss
 from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
 from monograph.session.objective import (
@@ -261,6 +264,17 @@ class TextTask(RowsTask):
 
     score = CurveOfScores("bits/byte", "eval_bits_per_byte")
     has_plain_updates = True
+
+    def loss(self, plan: RunPlan, model: nn.Module) -> Loss | None:
+        """Return the loss of a model with a head for multi-token prediction; None for any other."""
+        if not isinstance(model, Llama) or model.mtp is None:
+            return None
+        return MtpLoss() if plan.job.mtp_weight is None else MtpLoss(plan.job.mtp_weight)
+
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
+        """Return the loss of a head for multi-token prediction in the last update; see `Task.figures`."""
+        loss = self.engine.loss
+        return {"mtp_loss": loss.take_mean()} if isinstance(loss, MtpLoss) else {}
 
     def describe_trial(self, trial: Trial) -> str:
         """Return the loss, the loss of a random guess, and the number of gradients."""
