@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batches import ragged, tiny_config, tiny_llama
+from monograph.decode.cache import KVCache
 from monograph.errors import InputRefused
 from monograph.graph.token_rows import add_trained_rows, merge_rows
 from monograph.laws.comparisons import relative_error
@@ -64,6 +65,13 @@ def test_a_layer_without_a_window_has_its_own_heads() -> None:
     )
     attention = 12 * 4 * (8 * 70 / 16 + 12 * 17 / 2)
     assert flops_per_token(config, 16) == pytest.approx(without_attention + attention)
+
+
+def test_a_cache_keeps_each_layers_own_heads() -> None:
+    config = tiny_config(**SIZES)
+    cache = KVCache.allocate(config, 3, 16, torch.float32, torch.device("cpu"), block=8)
+    assert [tuple(keys.shape) for keys in cache.keys] == [(2, 3, 2, 8, 8), (2, 3, 1, 8, 12)]
+    assert KVCache.bytes_per_row(config, 16, torch.float32, 8) == 4 * 2 * 16 * (2 * 8 + 12)
 
 
 def test_the_last_layer_has_no_window_but_a_planned_part_of_a_model_may_end_anywhere() -> None:
