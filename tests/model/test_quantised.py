@@ -102,6 +102,7 @@ SHAPES: list[tuple[few_bits.Writer, tuple[int, ...], tuple[int, int] | None]] = 
     (fp8, (200, 130), SQUARE),  # blocks are cut at both edges
     (fp8, (130, 40), SQUARE),
     (partial(fp8, block=(16, 64)), (70, 130), (16, 64)),
+    (partial(fp8, block=(10**12, 10**12)), (9, 20), (10**12, 10**12)),  # larger than any memory
     (partial(fp8, block=None), (9, 20), None),
     (partial(fp8, block=None, scale="_scale"), (9, 20), None),
     (fp8, (3, 150, 140), SQUARE),  # experts in one tensor

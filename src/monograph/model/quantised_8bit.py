@@ -184,12 +184,13 @@ def _scaled(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.
     grids = grids.expand(len(matrices), -1, -1)
     weight = torch.empty(codes.shape, dtype=dtype)
     outputs = weight.view(-1, rows, columns)
+    block_columns = min(block[1], columns)  # a file may say any size
     rows_at_once = max(1, stored_parts.NUMBERS_AT_ONCE // columns)
     for matrix, grid, output in zip(matrices, grids, outputs, strict=True):
         for begin in range(0, rows, rows_at_once):
             end = min(begin + rows_at_once, rows)
             blocks_of_rows = torch.arange(begin, end) // block[0]
-            scales_RK = grid[blocks_of_rows].repeat_interleave(block[1], 1)[:, :columns]
+            scales_RK = grid[blocks_of_rows].repeat_interleave(block_columns, 1)[:, :columns]
             output[begin:end] = matrix[begin:end].float() * scales_RK
     return weight
 
