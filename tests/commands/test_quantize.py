@@ -96,10 +96,22 @@ def test_a_run_in_other_integers_does_not_take_over_the_optimizer(
 
 @pytest.mark.slow
 def test_a_sweep_has_members_with_and_without_rounding(server: CommandServer, here: Path) -> None:
+    """Members of one graph are rounded alike, each from its own masters."""
     settings = over(ROUNDED, "train.updates=2", "train.seed=0,1", "train.quantize=none,int4")
-    run(server, here, "sweep", *settings, "--out", "s")
-    table = json.loads((here / "s/sweep.json").read_text())
-    assert len(table["members"]) == 4
+    done = run(server, here, "sweep", *settings, "--out", "s", "--json")
+    assert len(json.loads(done.out.splitlines()[-1])["members"]) == 4
+    name = "model.layers.0.mlp.up_proj.weight"
+    kept = [
+        checkpointing.load_newest(folder / "checkpoints", print)
+        for folder in sorted((here / "s/members").iterdir())
+    ]
+    rounded = [each for each in kept if f"master.{name}" in each.optimizer]
+    assert (len(kept), len(rounded)) == (4, 2)
+    for each in rounded:
+        assert torch.equal(
+            each.model[name], round_to_blocks(each.optimizer[f"master.{name}"], "Q4_0")
+        )
+    assert not torch.equal(rounded[0].model[name], rounded[1].model[name])
 
 
 @pytest.mark.parametrize(
