@@ -162,7 +162,7 @@ def test_each_change_that_would_fit_can_be_typed(plan):
     """A row of the table, added to the command, gives a plan that fits. The host is too small to stream
     from.
     """
-    arguments = ("model.preset=8b", *ADAPTERS, "--device", "RTX 4080", "--host-memory", "8GiB")
+    arguments = ("model.preset=8b", *ADAPTERS, "--device", "RTX 4080", "--host-memory", "1GiB")
     found = json.loads(plan(*arguments, "--json")[1].splitlines()[-1])
     assert found["chosen"] is None
     changes = [change["change"] for change in found["changes"]]
