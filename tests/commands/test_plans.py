@@ -171,6 +171,8 @@ def test_each_change_that_would_fit_can_be_typed(plan):
         typed = change.split()
         kept = arguments[:2] if "--device" in typed else arguments
         kept = kept[1:] if change.startswith("model.preset=") else kept
+        if change.startswith("train.memory=stream"):
+            kept = (*kept[:-1], "64GiB")  # the host that the row names, or a larger one
         again = json.loads(plan(*kept, *typed, "--json")[1].splitlines()[-1])
         assert again["chosen"], change
 
