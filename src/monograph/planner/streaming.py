@@ -279,8 +279,8 @@ def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[
     """Return all ways that fit. Moments are in files only if nothing fits otherwise."""
     all_ways = list(stream_ways(request, device))
     fitting = _select_fitting(all_ways, limits)
-    # Adapters' moments are on the device, and its frozen weights are only read, so that copies from a
-    # disk would take most of the time.
+    # Adapters' moments are on the device. The frozen weights under them are not put into files, because
+    # reading them twice in each update would take most of its time.
     if fitting or not limits.disk_bytes or request.training.lora:
         return fitting
     # If the moments in files are the first to become resident, an update is faster. If they are the

@@ -99,8 +99,13 @@ def pack(
     home = placement.home(stage_index, FROZEN)
     label = f"{stage_name}, {FROZEN}"
     like = torch.empty(size, dtype=torch.uint8, device="meta")
-    is_meta = any(tensor.is_meta for tensor in tensors)
-    memory = like if is_meta else allocate(like, home, label, placement)
+    if not tensors:
+        # Neither a file nor locked pages can be empty.
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    elif any(tensor.is_meta for tensor in tensors):
+        memory = like
+    else:
+        memory = allocate(like, home, label, placement)
     for entry in packed:
         view = entry.view(memory)
         # A weight that is still in its file has another dtype there, and `copy_` converts it.
