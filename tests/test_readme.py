@@ -564,6 +564,13 @@ def test_the_table_of_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> 
     assert printed("generate", "drafts") == [script("benchmarks/drafts.py").table(kept["cases"])]
 
 
+def test_the_table_of_trained_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/trained_drafts.json").read_text())
+    table = script("benchmarks/trained_drafts.py").table(kept["cases"])
+    assert printed("generate", "trained_drafts") == [table]
+
+
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
     recipe = script("benchmarks/recipe.py")
     tables = [

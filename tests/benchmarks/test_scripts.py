@@ -280,6 +280,17 @@ def test_drafts(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_trained_drafts(script, monkeypatch, tmp_path):
+    """The draft is measured after its whole training, after a tenth of it, and before it."""
+    trained_drafts = script("trained_drafts")
+    cases = smoke(trained_drafts, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["draft_updates"] for case in cases] == [2, 0, 0]
+    assert all(1 <= case["tokens_in_a_pass"] <= 5 for case in cases)
+    assert cases[0]["draft_loss"] > 0 and cases[-1]["draft_loss"] is None
+    assert trained_drafts.table(cases).count("\n") == len(cases) + 1
+
+
+@pytest.mark.slow
 def test_constrained_steps(script, monkeypatch, tmp_path):
     """Each constraint is measured beside steps without one."""
     steps = script("constrained_steps")
