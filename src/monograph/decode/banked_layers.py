@@ -53,9 +53,9 @@ class BankOfRows:
         scale_S: s of each slot.
         token_ids_SC: for each slot, the ids of the tokens that have rows of their own, padded with -1;
             None: there is no room for such rows.
-        has_fast_products: whether products of large weights are computed in the fastest way. A row then
-            still has the same bits in any batch, but not those of a model without a bank or with a single
-            adapter.
+        has_fast_products: whether products of large weights are computed in the fastest way. If the
+            machine's products give a row the same bits in any batch (`monograph.ops.padded_rows`), this
+            way does, too, but not the bits of a model without a bank or with a single adapter.
     """
 
     has_fast_products = False
