@@ -22,7 +22,7 @@ def test_a_draft_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "other": Tokenizer.train_bpe(["ab ab ab"], 260),
     }
 
-    def load(name: str, warn: Callable[[str], None], mtp: bool) -> object:
+    def load(name: str, warn: Callable[[str], None], mtp: bool = False) -> object:
         assert mtp == (name == "own")
         tokenizer = tokenizers[name]
         return tiny_llama(vocab_size=tokenizer.vocab_size), tokenizer
