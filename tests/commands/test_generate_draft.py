@@ -18,10 +18,12 @@ def test_a_draft_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -
     tokenizers = {
         "model": Tokenizer.bytes(),
         "same": Tokenizer.bytes(),
+        "own": Tokenizer.bytes(),
         "other": Tokenizer.train_bpe(["ab ab ab"], 260),
     }
 
-    def load(name: str, warn: Callable[[str], None]) -> object:
+    def load(name: str, warn: Callable[[str], None], mtp: bool = False) -> object:
+        assert mtp == (name == "own")
         tokenizer = tokenizers[name]
         return tiny_llama(vocab_size=tokenizer.vocab_size), tokenizer
 
@@ -29,6 +31,7 @@ def test_a_draft_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -
     options = GenerateOptions({}, [], 1, 8, [], {}, chat=False, json=False)
     assert open_model("model", options).draft is None
     assert open_model("model", options._replace(draft="same")).draft is not None
+    assert open_model("own", options._replace(draft="mtp")).draft == "mtp"
     with pytest.raises(
         InputRefused, match="^--draft other: its tokens are not the model's: expected"
     ):
