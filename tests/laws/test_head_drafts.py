@@ -53,9 +53,8 @@ def with_head(**sizes: Any) -> Llama:
     return model
 
 
-Proposals = dict[
-    tuple[int, int], list[int]
-]  # by the seed of the text and the position of its last token
+# Logits of proposals, by the seed of the text, the position of its last token, and the proposal's index.
+Proposals = dict[tuple[int, int, int], torch.Tensor]
 
 
 def slow_proposals(
@@ -111,6 +110,35 @@ def test_a_text_with_the_head_s_drafts_is_the_text_without(
 PROMPTS = [(65, 66), (70, 71, 72, 73, 74, 75, 76, 77), (9, 8, 7), tuple(range(65, 86))]
 
 
+def recorded_proposals(monkeypatch: pytest.MonkeyPatch, rows: int) -> Proposals:
+    """What a generator proposes from now on, while it does."""
+    found: Proposals = {}
+    sample_proposal = draft_head.sample_proposal
+
+    def recorded(logits_BV: torch.Tensor, state: Any, index: int, *more: Any) -> torch.Tensor:
+        for row in range(rows):
+            if int(state.status_B[row]) == Status.RUNNING:
+                key = int(state.seed_B[row]), int(state.position_B[row]), index
+                found[key] = logits_BV[row].detach().clone()
+        return sample_proposal(logits_BV, state, index, *more)
+
+    monkeypatch.setattr(draft_head, "sample_proposal", recorded)
+    return found
+
+
+def drafting_itself(model: Llama, rows: int, tokens: int, **options: Any) -> Generator:
+    return Generator(
+        model,
+        chain_of([Sampling(0)]),
+        rows=rows,
+        slots=CacheSizes(SLOTS, block=8),  # short blocks, so that a prompt has several chunks
+        vocabulary=TOKENIZER.vocab_size,
+        draft="mtp",
+        draft_tokens=tokens,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_what_is_proposed_is_what_the_head_predicts(
@@ -125,29 +153,10 @@ def test_what_is_proposed_is_what_the_head_predicts(
         expected |= of_text
         passes += of_passes
     assert {1, 1 + tokens} <= set(passes), "proposals are right at times"
-    found: Proposals = {}
-    sample_proposal = draft_head.sample_proposal
-
-    def recorded(logits_BV: torch.Tensor, state: Any, index: int, *more: Any) -> torch.Tensor:
-        for row in range(rows):
-            if int(state.status_B[row]) == Status.RUNNING:
-                key = int(state.seed_B[row]), int(state.position_B[row]), index
-                found[key] = logits_BV[row].detach().clone()
-        return sample_proposal(logits_BV, state, index, *more)
-
-    monkeypatch.setattr(draft_head, "sample_proposal", recorded)
+    found = recorded_proposals(monkeypatch, rows)
     asked = [Request(prompt, Sampling(0, seed=seed), 24) for seed, prompt in enumerate(PROMPTS)]
-    generator = Generator(
-        model,
-        chain_of([asked[0].sampling]),
-        rows=rows,
-        slots=CacheSizes(SLOTS, block=8),  # short blocks, so that a prompt has several chunks
-        vocabulary=TOKENIZER.vocab_size,
-        draft="mtp",
-        draft_tokens=tokens,
-    )
-    assert generator.drafter is not None
-    generator.drafter.cost = 0.0  # it never gives up
+    generator = drafting_itself(model, rows, tokens)
+    monkeypatch.setattr(Generator, "_drafts_pause", lambda _: False)  # it never gives up
     for request in asked:
         generator.submit(request)
     list(generator.run())
