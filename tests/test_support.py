@@ -49,7 +49,7 @@ GROUPS = (
     {
         "mtp": (None, 1), "mtp_weight": (None, 0.1), "memory": ("auto", "stream"), "parallel": ("none", "ddp"),
         "precision": ("auto", "fp8"), "is_adapted": (False, True), "is_code": (False, True),
-        "transfer": ("none", "width"),
+        "transfer": ("none", "width"), "quantize": ("none", "int4"),
     },
 )  # fmt: skip
 
