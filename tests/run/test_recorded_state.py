@@ -32,7 +32,7 @@ UPDATE = 3
 SHAPE = LlamaConfig.preset("nano", vocab_size=300)
 SIZES = ModelSection(
     **{
-        key: key == "tie_word_embeddings" or 8
+        key: {"tie_word_embeddings": True, "mtp_num_hidden_layers": 1}.get(key, 8)
         for key in ModelSection.model_fields
         if key not in ("preset", "family", "init")
     }
