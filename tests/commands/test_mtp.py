@@ -16,7 +16,7 @@ from commands.inputs import OWN, TINY, over
 from model.seeing import seeing
 from monograph import load
 from monograph.model.config import LlamaConfig
-from monograph.model.hub import load_model
+from monograph.model.hub import load_model, prefixes_left_out
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
@@ -48,6 +48,10 @@ def test_a_new_model_trains_it_and_the_next_run_goes_on_with_it(
         done = server.run(here, "train", *settings, "--out", f"on-{name}", figures=0)
         assert done.code == 0, done.err
         assert losses(here / f"on-{name}", "mtp_loss")[0] < ahead[0] - 0.3
+        # An export has the trained head, and says so.
+        done = server.run(here, "export", f"on-{name}", "--to", f"on-{name}-folder")
+        assert done.code == 0 and done.err == ""
+        assert prefixes_left_out(here / f"on-{name}-folder") == ["mtp."]
         done = server.run(
             here, "train", *over(again, source), "--out", f"without-{name}", figures=0
         )
@@ -55,6 +59,8 @@ def test_a_new_model_trains_it_and_the_next_run_goes_on_with_it(
         assert "only the text model is trained: mtp.* are left out" in done.err
         assert losses(here / f"without-{name}", "mtp_loss") == []
         assert load(here / f"without-{name}")[0].mtp is None
+    done = server.run(here, "export", "without-folder", "--to", "without-head")
+    assert "only the text model is written: mtp.* are left out; --original" in done.err
     done = server.run(
         here, "train", *over(again, "model.init=without-run", HEAD), "--out", "none", figures=0
     )

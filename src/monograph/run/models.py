@@ -253,17 +253,22 @@ def trained_dtype(name: str | Path) -> str | None:
 def origin_of(name: str | Path) -> ModelSource | None:
     """Return the model from which a run's training began; None if it is a new one.
 
-    The way leads through all runs before it. A model that is not a run is its own origin.
+    The way leads through all runs before it. A model that is not a run is its own origin. Its head for
+    multi-token prediction counts as read if the run trains it.
 
     Raises:
         InputRefused, NoValidCheckpoint: a run or an adapter on the way cannot be read.
     """
     source = ModelSource.open(str(name))
+    trains_mtp = False
+    if source.run is not None:
+        state = recorded_state.newest_state(source.run)
+        trains_mtp = ModelRecipe.recorded(state["recipe"]).trains_mtp
     while source.run is not None:
         init = recorded_state.newest_state(source.run)["recipe"]["init"]
         if init is None:
             return None
-        source = ModelSource.open(init)
+        source = ModelSource.open(init, mtp=trains_mtp)
     return source
 
 
