@@ -324,7 +324,7 @@ def _load_run_unmerged(
         return model, model.config
     assert recipe.init is not None  # `recorded_state` requires a base of adapters
     base_dtype = dtype or _dtype_to_merge_in(recipe.init)
-    model = _merge_adapters(_load_unmerged(recipe.init, _no_warning, base_dtype, recipe.sizes))
+    model = _load_base(recipe.init, _no_warning, base_dtype, recipe.sizes)
     base_shape = model.config
     require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
@@ -371,6 +371,17 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
     return torch.float32 if len(dtypes) > 1 else None
 
 
+def _load_base(name: str, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]) -> Llama:
+    """Load the base of adapters: one model, without a head for multi-token prediction, which a run may have,
+    since adapters change the hidden states that the head was trained on.
+
+    The arguments and errors are those of `_load_unmerged`.
+    """
+    model = _merge_adapters(_load_unmerged(name, warn, dtype, sizes))
+    model.remove_mtp_()
+    return model
+
+
 def _load_unmerged(
     folder: str | Path,
     warn: Warn,
@@ -397,9 +408,7 @@ def _load_unmerged(
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
-        model = _merge_adapters(
-            _load_unmerged(base, warn, dtype or _dtype_to_merge_in(base), sizes)
-        )
+        model = _load_base(base, warn, dtype or _dtype_to_merge_in(base), sizes)
         stored.require_base_shape(model.config)
         # Only if a digest is recorded, because `module_digest` reads all weights.
         if stored.weights_sha256:
