@@ -15,9 +15,11 @@ from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
 from model.seeing import seeing
 from monograph import load
+from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.hub import load_model
+from monograph.model.hub import load_model, prefixes_left_out
 from monograph.model.llama import Llama
+from monograph.run.adapters import AdapterBase
 from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
 
@@ -48,6 +50,10 @@ def test_a_new_model_trains_it_and_the_next_run_goes_on_with_it(
         done = server.run(here, "train", *settings, "--out", f"on-{name}", figures=0)
         assert done.code == 0, done.err
         assert losses(here / f"on-{name}", "mtp_loss")[0] < ahead[0] - 0.3
+        # An export has the trained head, and says so.
+        done = server.run(here, "export", f"on-{name}", "--to", f"on-{name}-folder")
+        assert done.code == 0 and done.err == ""
+        assert prefixes_left_out(here / f"on-{name}-folder") == ["mtp."]
         done = server.run(
             here, "train", *over(again, source), "--out", f"without-{name}", figures=0
         )
@@ -55,11 +61,39 @@ def test_a_new_model_trains_it_and_the_next_run_goes_on_with_it(
         assert "only the text model is trained: mtp.* are left out" in done.err
         assert losses(here / f"without-{name}", "mtp_loss") == []
         assert load(here / f"without-{name}")[0].mtp is None
+    done = server.run(here, "export", "without-folder", "--to", "without-head")
+    assert "only the text model is written: mtp.* are left out; --original" in done.err
     done = server.run(
         here, "train", *over(again, "model.init=without-run", HEAD), "--out", "none", figures=0
     )
     assert done.code == 3
     assert "without-run was trained without a head for multi-token prediction" in done.err
+
+
+def test_adapters_are_trained_and_loaded_on_a_run_that_has_one(
+    server: CommandServer, here: Path
+) -> None:
+    """Their base is the text model alone: training, evaluation, exports and the next run read the same one."""
+    assert server.run(here, "train", *over(TINY, HEAD), "--out", "base", figures=0).code == 0
+    adapters = over(OWN, "model.init=base", "lora.rank=2", "train.updates=2")
+    for command in (
+        ["train", *adapters, "--out", "adapted"],
+        ["evaluate", "adapted"],
+        ["export", "adapted", "--to", "folder"],
+        ["generate", "folder/adapter", "a b", "--max-tokens", "2"],
+        ["train", *over(OWN, "model.init=adapted", "train.updates=1"), "--out", "next"],
+    ):
+        done = server.run(here, *command, figures=0)
+        assert done.code == 0, done.err
+    model, tokenizer = load(here / "base")
+    assert model.mtp is not None
+    base = AdapterBase(model, tokenizer)
+    for adapter in ("adapted", "folder/adapter"):
+        assert base.read(here / adapter).factors
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    with pytest.raises(InputRefused, match="other weights"):
+        AdapterBase(model, tokenizer).read(here / "adapted")
 
 
 @pytest.mark.slow(reason="laws/test_mtp_is_its_equation.py has members by day")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from commands.forked import CommandServer, Done
 from commands.inputs import OWN, over, with_texts
 from few_bits import by_definition, quantise
+from model.seeing import seeing
 from monograph.graph.frozen import NF4Linear
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
@@ -112,6 +113,23 @@ def test_a_folder_is_written_with_and_exported(here: Path, server: CommandServer
 def test_a_plan_is_made_for_a_folder(here: Path, server: CommandServer) -> None:
     done = server.run(here, "plan", *LORA, "model.init=nf4", "lora.base=nf4", figures=0)
     assert "parameters frozen in 4 bits" in said(done)
+
+
+def test_a_copy_of_a_whole_model_in_few_bits_is_not_recommended(
+    here: Path, server: CommandServer
+) -> None:
+    """`--original` would be refused."""
+    torch.manual_seed(0)
+    model = seeing("mistral3", vocab_size=259).bfloat16()
+    model.save_pretrained(here / "seeing")
+    Tokenizer.bytes().save(here / "seeing/tokenizer.json")
+    quantise(here / "seeing", "fp8", skipped=("vision_tower", "multi_modal"))
+    train(here, server, "model.init=seeing", "--out", "tuned")
+    exported = said(server.run(here, "export", "tuned", "--to", "text", figures=0))
+    assert "only the text model is written: multi_modal_projector.*, vision_tower.* are" in exported
+    assert "--original" not in exported
+    done = server.run(here, "export", "tuned", "--to", "whole", "--original", "seeing")
+    assert done.code == 3 and "is stored in 4 or 8 bits" in done.err
 
 
 def test_a_method_that_is_not_read_is_refused_in_one_line(

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from batches import tiny_config
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
 from laws.test_exported_is_original import read_back
 from monograph import checkpointing
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
 from monograph.ops.weight_blocks import round_to_blocks
 from monograph.run.models import load
+from monograph.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 ROUNDED = over(
@@ -137,3 +141,18 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(
     assert done.code in (2, 3) and problem in done.err, done.err
     assert len(done.err.strip().splitlines()[-1:]) == 1 and "Traceback" not in done.err
     assert not (here / "refused/checkpoints").exists()
+
+
+def test_a_plan_refuses_a_model_of_which_there_is_no_such_file(
+    server: CommandServer, here: Path
+) -> None:
+    """Whether its shape is that of a folder, which training refuses before it reads any text, or a new one."""
+    config = tiny_config(model_type="exaone4", vocab_size=259, sliding_window=8)
+    save_model(Llama(config), here / "exaone", Tokenizer.bytes())
+    problem = "there is none of this model: sliding_window = 8: llama.cpp computes windows in"
+    for command in ("plan", "train"):
+        done = server.run(here, command, *begun("exaone"), figures=0)
+        assert done.code == 3 and problem in done.err, done.err
+        assert "tokens " not in done.out + done.err
+    done = server.run(here, "plan", *over(ROUNDED, "model.intermediate_size=40"))
+    assert done.code == 3 and "intermediate_size = 40 is not a multiple of 32" in done.err

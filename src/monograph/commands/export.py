@@ -59,7 +59,7 @@ def run(
         _write_whole(run, original, Path(to), str(to))
         print(_how_to_load(Path(to), export))
         return
-    _warn_of_layers_left_out(run)
+    _warn_of_layers_left_out(run, format)
     _warn_of_few_bits(run)
     model, tokenizer, trained_adapters = load_to_export(run, warn)
     to = Path(to)
@@ -112,15 +112,18 @@ def _warn_of_few_bits(run: str) -> None:
             )
 
 
-def _warn_of_layers_left_out(run: str) -> None:
-    """Say which layers of the model from which a run's training began are not written."""
+def _warn_of_layers_left_out(run: str, format: str) -> None:
+    """Say which layers of the model from which a run's training began are not written, and how they would be
+    if they can.
+    """
     # That model may be gone. If `run` itself cannot be read, loading it raises the error.
     with suppress(InputRefused, Unreadable, NoValidCheckpoint):
         origin = origin_of(run)
         if origin is None or not origin.left_out:
             return
         line = f"{run}: only the text model is written: {origin.left_out} are left out"
-        if find_run(run) is not None:
+        # A copy of the whole model has its weights in its own dtypes, to few bits of which nothing is rounded.
+        if find_run(run) is not None and format == WHOLE_FORMAT and origin.few_bits is None:
             line += f"; {shell_words('--original', origin.base)} writes the whole model"
         warn(line)
 
@@ -188,7 +191,7 @@ def _export_to_hub(run: str, name: str, format: str, original: str | None) -> No
         )
     require_account(name)
     if original is None:
-        _warn_of_layers_left_out(run)
+        _warn_of_layers_left_out(run, format)
         _warn_of_few_bits(run)
     with temporary_folder() as folder:
         if original is not None:

@@ -12,6 +12,7 @@ from monograph.config import Settings
 from monograph.device import Device, card_device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import require_blocks
 from monograph.planner import Limits, Plan, budget, streamed_or_resident
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_for_tokens
 from monograph.planner.remedies import RemedyChoices, remedies_worth_showing
@@ -129,6 +130,7 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     new_tokens = job.tokens.compare_if_readable()  # None if the model's tokenizer cannot be read
     config = shape_of(run_plan, new_tokens)
     require_room_for_weights(job, config, target, limits)
+    require_blocks(config, run_plan.training.quantize)
     # A run with rewards samples answers. The training step cannot use the memory that sampling takes, so
     # the step is planned for a device with less memory.
     sampling_bytes = objective.extra_bytes(run_plan, config, target)

@@ -371,8 +371,8 @@ def _check_windows(config: LlamaConfig) -> None:
     only_with = llama_cpp_support(config).layers_with_windows
     if only_with and (window is not None) != (config.num_hidden_layers == only_with):
         raise InputRefused(
-            f"sliding_window = {window}: llama.cpp computes windows in a {config.model_type} of {only_with} layers, "
-            f"and only in such a one{USE_HF}"
+            f"sliding_window = {window}: llama.cpp computes windows in {config.model_type} with {only_with} layers, "
+            f"and only with so many{USE_HF}"
         )
     if llama_cpp_support(config).windows_by_layer:
         if window is None:
@@ -623,11 +623,13 @@ def require_blocks(config: LlamaConfig, quantize: str) -> None:
 
     Args:
         config: the model's shape.
-        quantize: a key of `TRAINED_DTYPES`.
+        quantize: a key of `TRAINED_DTYPES`, or "none", which rounds nothing.
 
     Raises:
         InputRefused: there is no file of such a model in this dtype, or it has other blocks of 32 weights.
     """
+    if quantize == "none":
+        return
     said = f"train.quantize = {quantize} rounds weights to those of a GGUF file"
     try:
         _check_supported(config, TRAINED_DTYPES[quantize])

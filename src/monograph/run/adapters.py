@@ -10,6 +10,7 @@ Shape suffixes: V the vocabulary, D the model's width.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -58,7 +59,8 @@ class AdapterBase:
             digest: its `module_digest`, or None if it is not known yet.
         """
         self._model = model
-        self.config: LlamaConfig = model.config
+        # Adapters are trained without a head for multi-token prediction, which a run may have.
+        self.config: LlamaConfig = replace(model.config, mtp_num_hidden_layers=0)
         self.tokenizer = tokenizer
         self.dtype = model.lm_head.weight.dtype
         # The digest is computed only once it is asked for, since that reads all weights. Most folders of

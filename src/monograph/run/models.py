@@ -253,17 +253,22 @@ def trained_dtype(name: str | Path) -> str | None:
 def origin_of(name: str | Path) -> ModelSource | None:
     """Return the model from which a run's training began; None if it is a new one.
 
-    The way leads through all runs before it. A model that is not a run is its own origin.
+    The way leads through all runs before it. A model that is not a run is its own origin. Its head for
+    multi-token prediction counts as read if the run trains it.
 
     Raises:
         InputRefused, NoValidCheckpoint: a run or an adapter on the way cannot be read.
     """
     source = ModelSource.open(str(name))
+    trains_mtp = False
+    if source.run is not None:
+        state = recorded_state.newest_state(source.run)
+        trains_mtp = ModelRecipe.recorded(state["recipe"]).trains_mtp
     while source.run is not None:
         init = recorded_state.newest_state(source.run)["recipe"]["init"]
         if init is None:
             return None
-        source = ModelSource.open(init)
+        source = ModelSource.open(init, mtp=trains_mtp)
     return source
 
 
@@ -319,7 +324,7 @@ def _load_run_unmerged(
         return model, model.config
     assert recipe.init is not None  # `recorded_state` requires a base of adapters
     base_dtype = dtype or _dtype_to_merge_in(recipe.init)
-    model = _merge_adapters(_load_unmerged(recipe.init, _no_warning, base_dtype, recipe.sizes))
+    model = _load_base(recipe.init, _no_warning, base_dtype, recipe.sizes)
     base_shape = model.config
     require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
@@ -366,6 +371,17 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
     return torch.float32 if len(dtypes) > 1 else None
 
 
+def _load_base(name: str, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]) -> Llama:
+    """Load the base of adapters: one model, without a head for multi-token prediction, which a run may have,
+    since adapters change the hidden states that the head was trained on.
+
+    The arguments and errors are those of `_load_unmerged`.
+    """
+    model = _merge_adapters(_load_unmerged(name, warn, dtype, sizes))
+    model.remove_mtp_()
+    return model
+
+
 def _load_unmerged(
     folder: str | Path,
     warn: Warn,
@@ -392,9 +408,7 @@ def _load_unmerged(
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
-        model = _merge_adapters(
-            _load_unmerged(base, warn, dtype or _dtype_to_merge_in(base), sizes)
-        )
+        model = _load_base(base, warn, dtype or _dtype_to_merge_in(base), sizes)
         stored.require_base_shape(model.config)
         # Only if a digest is recorded, because `module_digest` reads all weights.
         if stored.weights_sha256:

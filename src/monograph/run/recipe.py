@@ -466,9 +466,15 @@ def module_digest(module: nn.Module) -> str:
     """Return the hex SHA-256 of the names, shapes and numbers of a module's state.
 
     Numbers of at most 32 bits are hashed as fp32, so that the same numbers in bf16 and in fp32 have
-    the same digest.
+    the same digest. The head of a `Llama` for multi-token prediction does not count: adapters are trained
+    on a base without it, and are used with the base as it is.
     """
-    return tensors_digest(unique_state(module))
+    state = unique_state(module)
+    if isinstance(module, Llama):
+        state = {
+            name: tensor for name, tensor in state.items() if not name.startswith(hub.MTP_PREFIX)
+        }
+    return tensors_digest(state)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -17,6 +17,7 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.files import has_weights
+from monograph.model.gguf import require_blocks
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
@@ -146,6 +147,8 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         tokens.require_fit()
     require_adapter_targets(lora, shape)
     require_positions(length, shape)
+    if shape is not None:
+        require_blocks(shape, training.quantize)
     return job
 
 

@@ -117,8 +117,7 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     config = shape.config
     rank_rows = math.ceil(plan.training.window_rows / shape.ranks)
     if config:
-        if plan.training.quantize != "none":
-            require_blocks(config, plan.training.quantize)
+        require_blocks(config, plan.training.quantize)
         extra_bytes = job.objective.extra_bytes(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, extra_bytes=extra_bytes)
     expected: Candidate | None = None
