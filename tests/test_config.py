@@ -643,6 +643,12 @@ def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
                 checked_value(*assignment.split("="), "here", from_text=True)
 
 
+def test_the_beginning_of_one_value_is_answered_with_it() -> None:
+    """Not with a shorter value that has more letters in common."""
+    with pytest.raises(UsageError, match=r"did you mean gemma4_text\?$"):
+        load(None, {"model.family": "gemma4"}, {})
+
+
 @pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])
 def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str) -> None:
     with pytest.raises(

@@ -24,13 +24,16 @@ _HOST_IS_FULL = (
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
 
-    Upper and lower case are taken as equal. If no whole choice is close, the parts after the last dot
-    are compared.
+    Upper and lower case are taken as equal. A word of four letters or more with which one choice alone
+    begins means that one. If no whole choice is close, the parts after the last dot are compared.
     """
     by_name = {choice.lower(): choice for choice in choices}
     by_last_part = {choice.rpartition(".")[2].lower(): choice for choice in by_name.values()}
     word = word.lower()
     last_part = word.rpartition(".")[2]
+    longer = [name for name in by_name if name.startswith(word)]
+    if len(word) >= 4 and len(longer) == 1:
+        return f"; did you mean {by_name[longer[0]]}?"
     close_names = difflib.get_close_matches(word, by_name, n=1, cutoff=0.75)
     if close_names:
         return f"; did you mean {by_name[close_names[0]]}?"

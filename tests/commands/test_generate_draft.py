@@ -11,6 +11,8 @@ from batches import tiny_llama
 from monograph.commands import generate
 from monograph.commands.generate import GenerateOptions, open_model
 from monograph.errors import InputRefused
+from monograph.run.drafts import naming_draft
+from monograph.run.folder import no_folder
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -36,3 +38,15 @@ def test_a_draft_with_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -
         InputRefused, match="^--draft other: its tokens are not the model's: expected"
     ):
         open_model("model", options._replace(draft="other"))
+
+
+def test_a_draft_that_is_not_there_is_refused_with_what_may_be_given() -> None:
+    said = "--draft mpt: no such folder; expected a run .*; mtp is the model's own head$"
+    with (
+        pytest.raises(InputRefused, match=f"^{said}"),
+        naming_draft("mpt", "mtp is the model's own head"),
+    ):
+        raise InputRefused(no_folder("mpt"))
+    # Where only a model may be given, nothing is added.
+    with pytest.raises(InputRefused, match="or hf://OWNER/NAME$"), naming_draft("mpt"):
+        raise InputRefused(no_folder("mpt"))

@@ -21,6 +21,7 @@ from monograph.serve.command import (
     allow_connections,
     read_keys,
     require_names,
+    run,
 )
 
 
@@ -108,6 +109,16 @@ def test_a_models_name_that_nobody_could_send_or_read_is_refused(name: str) -> N
         UsageError, match="--served-name .*: expected 1 to 200 visible characters, such as gpt-4o"
     ):
         require_names(["gpt-4o", name])
+
+
+def test_the_models_own_head_is_no_draft_of_the_endpoint() -> None:
+    """It is refused as such, not as a folder that is missing."""
+    with pytest.raises(
+        UsageError, match="^--draft mtp: the endpoint writes with a draft model alone"
+    ):
+        run(
+            "last", host="127.0.0.1", port=0, api_key_file=None, rows=None, served_names=[], any_name=False, draft="mtp"
+        )  # fmt: skip
 
 
 def test_a_file_of_keys_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     if drafts_itself:
         draft = OWN_HEAD
     elif options.draft is not None:
-        with naming_draft(options.draft):
+        with naming_draft(options.draft, f"{OWN_HEAD} is the model's own head"):
             draft_model, draft_tokenizer = load_with_tokenizer(options.draft, warn)
         require_same_tokens(options.draft, draft_tokenizer, tokenizer)
         draft = draft_model.to(default_device())

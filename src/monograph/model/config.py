@@ -348,7 +348,7 @@ class LlamaConfig:
             raise InputRefused(f"mtp_num_hidden_layers = {layers!r}: expected 0 or 1")
         if layers and not self.family.has_feed_forward:
             raise InputRefused(
-                f"mtp_num_hidden_layers = 1 is not supported with model_type = {self.model_type!r}"
+                f"mtp_num_hidden_layers = 1 is not supported with model_type = {self.model_type!r}: leave it out"
             )
 
     def _check_layers(self) -> None:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from monograph.errors import InputRefused, MonographError
+from monograph.run.folder import no_folder
 from monograph.text.tokenizer import Tokenizer
 
 
 @contextmanager
-def naming_draft(name: str) -> Iterator[None]:
+def naming_draft(name: str, otherwise: str = "") -> Iterator[None]:
     """Let the errors of the block, in which a draft model is loaded, name the option --draft.
 
     Args:
         name: the option's value.
+        otherwise: what the option takes beside a folder, which is said if there is no folder of this name.
 
     Raises:
         MonographError: with the exit code of the error in the block.
@@ -26,6 +28,8 @@ def naming_draft(name: str) -> Iterator[None]:
         message = str(error)
         # Most messages begin with the name of the run or folder already.
         named = message if message.startswith(name) else f"{name}: {message}"
+        if otherwise and message == no_folder(name):
+            named += f"; {otherwise}"
         # A subclass that is defined elsewhere may take other arguments than a message.
         kind = next(
             kind for kind in type(error).mro() if kind.__module__ == MonographError.__module__
