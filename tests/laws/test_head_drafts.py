@@ -167,6 +167,41 @@ def test_what_is_proposed_is_what_the_head_predicts(
     assert generator.drafted_tokens == sum(passes)
 
 
+def proposals_after(first: Request | None, monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    """What is proposed for a prompt of one token in a row in which another text was before."""
+    model = with_head()
+    generator = drafting_itself(model, 1, 1)
+    monkeypatch.setattr(Generator, "_drafts_pause", lambda _: False)  # it never gives up
+    if first is not None:
+        embedding = model.model.embed_tokens.weight.data
+        kept = embedding.clone()
+        embedding[NOT_FINITE] = torch.nan
+        generator.submit(first)
+        list(generator.run())
+        embedding.copy_(kept)
+    found = recorded_proposals(monkeypatch, 1)
+    generator.submit(Request((65,), Sampling(0, seed=1), 30))
+    list(generator.run())
+    monkeypatch.undo()
+    return found
+
+
+NOT_FINITE = 100  # a token
+LONG = tuple(range(65, 95))
+
+
+@pytest.mark.parametrize("prompt", [LONG, (*LONG, NOT_FINITE, 65)], ids=["finite", "not finite"])
+def test_what_is_proposed_does_not_depend_on_the_text_before(
+    prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on its last hidden state, nor on its keys and values, even if they are not finite."""
+    expected = proposals_after(None, monkeypatch)
+    found = proposals_after(Request(prompt, Sampling(0, seed=9), 5), monkeypatch)
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert torch.equal(found[key], expected[key]), key
+
+
 @pytest.mark.parametrize(
     "fault", ["hidden states one too far", "tokens one too far", "no rereading"]
 )

@@ -269,6 +269,27 @@ def test_a_stale_stage_in_a_slot_is_seen(monkeypatch):
     assert other_bits(trained(pair()[1], windows(1)), its)
 
 
+@pytest.mark.parametrize("copies", [4, 6])
+def test_after_an_interrupted_copy_a_slot_is_filled_again(monkeypatch, copies):
+    """Else it would pass for that of the stage before, with the numbers of another one."""
+    its = trained(pair()[0], windows(1))
+    copy = Lanes.copy
+    finished = []
+
+    def interrupted(self, *arguments):
+        copy(self, *arguments)
+        finished.append(arguments)
+        if len(finished) == copies:
+            raise KeyboardInterrupt
+
+    engine = pair()[1]
+    monkeypatch.setattr(Lanes, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained(engine, windows(1))
+    monkeypatch.undo()
+    assert not other_bits(trained(engine, windows(1)), its)
+
+
 def test_adapters_of_another_layer_are_seen(monkeypatch):
     """Two stages' parameters lie in each other's places."""
     entered = StageOnDevice.use_as_parameters

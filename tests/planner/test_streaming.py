@@ -18,7 +18,7 @@ from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner import Limits, PlanRequest, streamed_or_resident
+from monograph.planner import Limits, PlanRequest, defaults, remedies, streamed_or_resident
 from monograph.planner.placement_bytes import META, StreamWay, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds, frozen_bytes
 from monograph.planner.streaming import stream_candidates, stream_ways
@@ -414,6 +414,38 @@ def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
         limits=replace(limits, host_bytes=1, device_bytes=SMALL),
     )
     assert none.chosen is None and "the host needs" in none.refusal
+
+
+UNSTREAMABLE = {
+    "a head for multi-token prediction": replace(
+        TRAINING, config=replace(SHAPE, mtp_num_hidden_layers=1)
+    ),
+    "rounded weights": replace(TRAINING, quantize="int8"),
+    "dropped inputs": replace(TRAINING, lora=Lora(dropout=0.1)),
+}
+
+
+@pytest.mark.parametrize("training", [TRAINING, *UNSTREAMABLE.values()], ids=["", *UNSTREAMABLE])
+def test_what_streaming_cannot_train_is_neither_planned_so_nor_advised(training, monkeypatch):
+    planned = []
+
+    def candidates(request, *_):
+        planned.append(request)
+        raise OutOfDeviceMemory("")
+
+    limits = Limits(GIB, GIB, link=LINK)
+    asked = ASKED.with_training(training)
+    too_large = defaults.Plan(H200, GIB, chosen=None, candidates=[])
+    monkeypatch.setattr(defaults, "plan", lambda *_: too_large)
+    monkeypatch.setattr(defaults, "stream_candidates", candidates)
+    streamed_or_resident(asked, H200, H200.peak_flops, limits=limits)
+    assert len(planned) == (training is TRAINING)
+    planned.clear()
+    monkeypatch.setattr(remedies, "_remedies_that_fit", lambda *_: iter(()))
+    monkeypatch.setattr(remedies, "stream_candidates", candidates)
+    choices = remedies.RemedyChoices(may_add_adapters=False, may_stream=True)
+    assert not list(remedies.fitting_remedies(asked, H200, H200.peak_flops, choices, limits))
+    assert bool(planned) == (training is TRAINING)
 
 
 @pytest.mark.slow  # by day the command `plan` is asked for it (tests/commands/test_plan.py)

@@ -17,7 +17,7 @@ from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.graph.remat import Remat
 from monograph.laws.comparisons import relative_error
-from monograph.loss import TokenLoss
+from monograph.loss import MtpLoss, TokenLoss
 from monograph.optim import AdamW, Muon
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
@@ -101,6 +101,23 @@ def test_an_unfused_step_makes_the_same_updates(
         assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-12)
     for mine, its in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
         assert relative_error(mine, its) < 1e-10
+
+
+def test_an_unfused_step_trains_a_head_for_multi_token_prediction_as_the_fused_one_does() -> None:
+    engines = [
+        Resident(tiny_llama(torch.float64, mtp_num_hidden_layers=1), loss=MtpLoss())
+        for _ in range(2)
+    ]
+    unfuse(engines[0])
+    for engine in engines:
+        engine.step([rows_of(packed(8, 0), 0, 5)])
+    slow, fast = (dict(engine.model.named_parameters()) for engine in engines)
+    for name in fast:
+        assert relative_error(slow[name], fast[name]) < 1e-10, name
+    slow_loss, fast_loss = (engine.loss for engine in engines)
+    assert isinstance(slow_loss, MtpLoss) and isinstance(fast_loss, MtpLoss)
+    assert (slow_loss.impl, fast_loss.impl) == ("reference", "chunked")
+    assert float(slow_loss.take_mean()) == pytest.approx(float(fast_loss.take_mean()), rel=1e-12)
 
 
 def test_a_loss_of_ones_own_stays() -> None:

@@ -13,7 +13,8 @@ from monograph.errors import (
 from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
 from monograph.model.exports import EXPORTS, Export, find_export
-from monograph.model.hub import MTP_PREFIX, sees_pictures
+from monograph.model.hub import sees_pictures
+from monograph.model.mtp import MTP_PREFIX
 from monograph.model.whole_folder import save_whole
 from monograph.run.models import (
     load_to_export,

@@ -159,6 +159,11 @@ class Proposer(ABC):
     def caches(self) -> list[tuple[LlamaConfig, KVCache, int]]:
         """Return all caches, each with its model's configuration and its number of rows."""
 
+    def clear(self, row: int) -> None:
+        """Set a row to zero, and forget all prompts, since some numbers are not finite; see `KVCache.clear`."""
+        self.cache.clear(row)
+        self.reader.forget()
+
     def write_one_token(self, rows: Sequence[int], values: Sequence[bool]) -> None:
         """Write `one_token_B` of rows."""
         device = self.one_token_B.device

@@ -179,9 +179,12 @@ class HeadDrafter(Proposer):
         self.cache.copy_rows(rows, self._reading.cache, reader_rows, max(lengths))
         to_rows = tensor_on(rows, device)
         last_RD = self.reader.last_RD.index_select(0, tensor_on(reader_rows, device))
-        self.hidden_BSD[:, 0].index_copy_(0, to_rows, last_RD)
-        # The hidden state is that of the token before the prompt's last one.
-        before_last = tensor_on([length - 2 for length in lengths], device)
+        # The hidden state is that of the token before the prompt's last one. A prompt of one token has none, but
+        # the reader's row may have one of an earlier prompt. The head then reads zeros, at position 0, where
+        # it sees nothing of earlier texts.
+        has_one_R = tensor_on(lengths, device) > 1
+        self.hidden_BSD[:, 0].index_copy_(0, to_rows, last_RD.where(has_one_R[:, None], 0))
+        before_last = tensor_on([max(0, length - 2) for length in lengths], device)
         self.first_B.index_copy_(0, to_rows, before_last)
         self.count_B.index_copy_(0, to_rows, torch.ones_like(to_rows))
         last_tokens = tensor_on([prompt.ids[-1] for prompt in prompts], device)
@@ -226,6 +229,13 @@ class HeadDrafter(Proposer):
         self.count_B.copy_(torch.where(moved_B, count_B, self.count_B))
         self.next_BS.copy_(torch.where(moved_B[:, None], next_BS, self.next_BS))
         self.hidden_BSD.copy_(torch.where(moved_B[:, None, None], hidden_BSD, self.hidden_BSD))
+
+    def clear(self, row: int) -> None:
+        """See `Proposer.clear`."""
+        super().clear(row)
+        self._reading.cache.clear(slice(None))
+        self._reading.previous_RD.zero_()
+        self.hidden_BSD[row] = 0
 
     def caches(self) -> list[tuple[LlamaConfig, KVCache, int]]:
         """See `Proposer.caches`."""

@@ -425,6 +425,8 @@ class Generator:
         Rows that are kept become free.
         """
         self.reader.forget()
+        if self.drafter is not None:
+            self.drafter.reader.forget()  # the model's own head has the same weights
         for number in list(self._kept):
             self.cancel(number)
         self._prompts = [_NO_PROMPT] * self.rows
@@ -1017,6 +1019,8 @@ class Generator:
                 # reader's cache may have it, too.
                 self.cache.clear(row)
                 self.reader.forget()
+                if self.drafter is not None:
+                    self.drafter.clear(row)
                 self._prompts[row] = _NO_PROMPT
             if tokens or finish is not None:
                 likeliest_count = record.request.sampling.logprobs

@@ -40,6 +40,7 @@ from monograph.model.layers import Attention
 from monograph.model.layouts import JoinedLayersRule
 from monograph.model.llama import Llama, feed_forward_of_family, kinds_of_family
 from monograph.model.mixer import USE_HF, Mixer, mixer_of, mixers_of_family
+from monograph.model.mtp import MTP_PREFIX
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
     GrowingYarnScaling,
@@ -89,8 +90,6 @@ _DEFAULT_DTYPES = {
 
 _USE_F16 = ": use --dtype f16"
 
-# The prefix of the tensors of a head for multi-token prediction, which a file does not have.
-_MTP_PREFIX = "mtp."
 # llama.cpp rotates queries and keys in all layers of a SmolLM3 but every fourth one.
 _SMOLLM3_INTERVAL = 4
 # llama.cpp's names of the layers outside of the blocks, without the final norm, whose name differs by
@@ -169,9 +168,10 @@ def save_gguf(
         UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
     ]
-    parameters = [each for each in plain_parameters(model) if not each.name.startswith(_MTP_PREFIX)]
+    # A file has no head for multi-token prediction.
+    parameters = [each for each in plain_parameters(model) if not each.name.startswith(MTP_PREFIX)]
     if config.mtp_num_hidden_layers:
-        warn(f"{_MTP_PREFIX}* (multi-token prediction) is left out: --format hf keeps it")
+        warn(f"{MTP_PREFIX}* (multi-token prediction) is left out: --format hf keeps it")
     tensors = [*divisors, *llama_cpp_tensors(parameters, config)]
     for layer in range(config.num_hidden_layers):
         for tensor in mixer_of(config, layer).more_llama_cpp_tensors(config):

@@ -35,6 +35,7 @@ from monograph.model.files import (
 )
 from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
+from monograph.model.mtp import MTP_PREFIX
 from monograph.model.nearest import Nearest, find_nearest
 from monograph.model.quantisation import Base, Quantisation
 from monograph.storage.reading import exists, file_inside, is_folder, read_json
@@ -122,8 +123,7 @@ _WRAPPERS = {
         tie_word_embeddings=True,
     ),
 }
-# The prefix of the tensors of a head for multi-token prediction, and the key of their number of layers.
-MTP_PREFIX = "mtp."
+# The key of config.json with the number of layers of a head for multi-token prediction.
 _MTP_KEY = "mtp_num_hidden_layers"
 
 

@@ -27,6 +27,9 @@ from monograph.model.mixer import LayerCache
 from monograph.model.rope import CosSin
 from monograph.ops.attention import Mask
 
+# The prefix of the names of the head's parameters.
+MTP_PREFIX = "mtp."
+
 
 class MultiTokenPredictor(nn.Module):
     """The head; see above.

@@ -50,11 +50,11 @@ def four_bit_weights(
     stored: Mapping[str, StoredTensor], dtype: str, _quantisation: Quantisation
 ) -> dict[str, StoredTensor]:
     """Return the weights of bitsandbytes in 4 bits, by name; see `quantised.fold`."""
-    described = {match[1]: name for name in stored if (match := _STATE.fullmatch(name))}
-    states = _read_states({name: stored[name] for name in described.values()})
+    state_names = {match[1]: name for name in stored if (match := _STATE.fullmatch(name))}
+    states = _read_states({name: stored[name] for name in state_names.values()})
     return {
         weight: _four_bit_weight(weight, states[state_name], stored, state_name, dtype)
-        for weight, state_name in described.items()
+        for weight, state_name in state_names.items()
     }
 
 
@@ -95,8 +95,8 @@ def _parsed_state(content: bytes, path: Path, name: str) -> _State:
         and 2 <= len(shape) <= 3
         and all(type(size) is int and 1 <= size < 2**31 for size in shape)
     )
-    has_sizes = type(block) is int and 1 <= block <= 2**20
-    has_sizes = has_sizes and type(group) is int and 0 <= group <= 2**20
+    has_block = type(block) is int and 1 <= block <= 2**20
+    has_sizes = has_block and type(group) is int and 0 <= group <= 2**20
     has_offset = type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
     if not (
         isinstance(shape, list)

@@ -28,7 +28,7 @@ UNUSED = ("input_scale", "activation_scale", "weight_format")
 
 
 def int8_weights(
-    stored: Mapping[str, StoredTensor], dtype: str, quantisation: Quantisation
+    stored: Mapping[str, StoredTensor], dtype: str, _quantisation: Quantisation
 ) -> dict[str, StoredTensor]:
     """Return the weights of bitsandbytes in 8 bits, by name; see `quantised.fold`."""
     weights = dict[str, StoredTensor]()

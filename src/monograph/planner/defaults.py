@@ -29,7 +29,7 @@ from monograph.planner.candidates import (
     slower_text,
     way_candidates,
 )
-from monograph.planner.streaming import Limits, stream_candidates
+from monograph.planner.streaming import Limits, can_stream, stream_candidates
 from monograph.planner.traces import traced_bytes
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Compile, Work
@@ -528,14 +528,11 @@ def streamed_or_resident(
         resident = Plan(device, budget(device), chosen=None, candidates=[])
     else:
         resident = plan(request, device, peak_flops, calibration)
-    # Streaming needs a graph for each block, offloads inputs itself, rounds no weights, and runs each block
-    # twice, which must drop the same inputs of adapters.
-    lora = request.training.lora
+    # Streaming needs a graph for each block, and offloads inputs itself.
     cannot_stream = (
         request.scopes == ("whole",)
         or request.remats == ("offload",)
-        or (lora is not None and lora.dropout > 0)
-        or request.training.quantize != "none"
+        or not can_stream(request.training)
     )
     if memory == "device" or resident.chosen or cannot_stream:
         return resident

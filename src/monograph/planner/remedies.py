@@ -25,7 +25,13 @@ from monograph.planner.candidates import (
     way_candidates,
 )
 from monograph.planner.defaults import Plan, budget
-from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, stream_candidates
+from monograph.planner.streaming import (
+    HOST_SHARE,
+    Limits,
+    StreamCandidate,
+    can_stream,
+    stream_candidates,
+)
 from monograph.report.quantities import binary
 
 # The share of a device's memory that an estimate may take. The rest is for errors: an estimate may be a
@@ -146,7 +152,7 @@ def fitting_remedies(
     yield from fitting_here
     # Of each other kind, only the first change that fits is estimated and shown.
     yield from itertools.islice(_remedies_that_fit(_shorter(request), device, peak_flops), 1)
-    if choices.may_stream:
+    if choices.may_stream and can_stream(request.training):
         yield from itertools.islice(_streaming(request, device, peak_flops, limits), 1)
     smaller = (
         TrainingChange(

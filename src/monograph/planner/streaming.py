@@ -31,7 +31,7 @@ from monograph.planner.candidates import (
 from monograph.planner.placement_bytes import BufferNames, Stages, StreamWay, Tiers, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.predict import roofline
-from monograph.predict.footprint import Compile
+from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE
 from monograph.report.quantities import gibibytes
 from monograph.storage.reading import free_bytes
@@ -145,6 +145,17 @@ class StreamCandidate(Candidate):
             for tier, by_origin in self.tiers.items()
         }
         return plane_bytes["device"] / max(1, sum(plane_bytes.values()))
+
+
+def can_stream(training: Work) -> bool:
+    """Return whether the weights of a training can be streamed.
+
+    Streaming rounds no weights, and has no stage for a head for multi-token prediction. It runs each block
+    twice, which must drop the same inputs of adapters.
+    """
+    drops_inputs = training.lora is not None and training.lora.dropout > 0
+    has_head = training.config.mtp_num_hidden_layers > 0
+    return training.quantize == "none" and not has_head and not drops_inputs
 
 
 def stream_candidates(

@@ -15,6 +15,7 @@ from monograph.model import hub, torch_file
 from monograph.model.adapter import Adapter, is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
+from monograph.model.mtp import MTP_PREFIX
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
@@ -144,7 +145,7 @@ class ModelSource:
         if self.run is not None:
             recorded = recorded_state.newest_state(self.run).get("model_config") or {}
             has_head = bool(recorded.get("mtp_num_hidden_layers"))
-            return f"{hub.MTP_PREFIX}*" if has_head and not self.mtp else ""
+            return f"{MTP_PREFIX}*" if has_head and not self.mtp else ""
         if not self._is_folder or not has_weights(Path(self.base)):
             return ""
         return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base, self.mtp))

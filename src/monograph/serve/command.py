@@ -80,8 +80,7 @@ def run(
         )
     if draft == OWN_HEAD:
         raise UsageError(
-            f"--draft {OWN_HEAD}: the endpoint writes with a draft model alone: name a run or a folder, or use "
-            "`monograph generate`, which takes the model's own head"
+            f"--draft {draft}: the model's own head proposes tokens in generate and chat only: name a small model"
         )
     room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
     max_rows = rows or MAX_ROWS[default_device().type]

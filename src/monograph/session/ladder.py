@@ -5,6 +5,7 @@ such as bf16 instead of fp32. The changed variant is measured, and compared with
 change.
 """
 
+import copy
 import gc
 import math
 import statistics
@@ -210,10 +211,13 @@ def unfuse(engine: Engine) -> None:
     """Replace an engine's step by one that computes all logits at once and updates each parameter
     separately.
 
-    The engine must not be captured yet. A loss other than `TokenLoss` stays.
+    The engine must not be captured yet. A loss that is no `TokenLoss` stays.
     """
     step = engine.step
-    loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
+    loss = step.loss
+    if isinstance(loss, TokenLoss):
+        loss = copy.copy(loss)  # the caller's own loss is not changed
+        loss.impl = "reference"
     engine.step = Step(
         engine.model,
         loss=loss,

@@ -298,8 +298,6 @@ def _chosen_candidate(
         machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
     if not objective.can_stream:
         memory = "device"
-    if config.mtp_num_hidden_layers:
-        memory = "device"  # the head is in no stage
     if plan.job.parallel != "none":
         training = plan.training
         rank_rows = math.ceil(training.window_rows / shape.ranks)

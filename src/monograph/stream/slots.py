@@ -197,6 +197,8 @@ class StageOnDevice:
         frozen = self.stage.frozen
         if self.slot.loaded_frozen == (self.stage, frozen.version):
             return
+        # An interrupted copy leaves parts of two stages in the slot.
+        self.slot.loaded_frozen = None
         if frozen_to_fetch(self.stage):
             lanes.copy(self.frozen, frozen.memory, self.slot.frozen.space, frozen.space)
         self.slot.loaded_frozen = self.stage, frozen.version
@@ -283,6 +285,7 @@ class Slots:
         """Copy the stage to a slot, unless it is there, and return it."""
         stage_on_device = self.claim(stage)
         if stage_on_device.slot.loaded != (stage, stage.version):
+            stage_on_device.slot.loaded = None  # as in `StageOnDevice.fetch_frozen`
             stage_on_device.fetch(self.lanes, stage.stored_planes)
             stage_on_device.slot.loaded = (stage, stage.version)
         return stage_on_device
