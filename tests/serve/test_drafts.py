@@ -239,6 +239,24 @@ def test_a_text_whose_client_has_gone_leaves_its_row_to_another(
         assert served.idle()
 
 
+def test_a_server_that_ends_does_not_wait_for_its_rehearsal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = Version("x", (), small(TOKENIZER), TOKENIZER, Precision("fp32"))
+    version.set_draft(Draft("name", version.model, TOKENIZER, ""))
+    decoder = _Decoder(version, ROWS)
+    monkeypatch.setattr(Generator, "_pass_rounds_as_steps", lambda _: False)
+    calls = []
+
+    def end() -> None:
+        calls.append(decoder.generator.blocks_read)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decoder.warm_up(version, end)
+    assert decoder.generator.drafts == "always" and calls == [1]
+
+
 def test_a_draft_that_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
     model = small(TOKENIZER)
 

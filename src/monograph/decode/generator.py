@@ -1058,18 +1058,21 @@ class Generator:
             self.drafts = "always"
         self._knows_rounding = True
 
-    def rehearse_drafts(self, requests: Sequence[Request]) -> None:
+    def rehearse_drafts(
+        self, requests: Sequence[Request], go_on: Callable[[], None] = lambda: None
+    ) -> None:
         """Write texts before the first request, and propose no tokens afterwards if that did not pay.
 
         With `drafts` "always", drafts cannot be switched off between texts, but before all of them.
 
         Args:
             requests: the texts, as many as there are rows.
+            go_on: called after each event; an exception from it ends the rehearsal.
         """
         for request in requests:
             self.submit(request)
         for _ in self.run():
-            pass
+            go_on()
         assert self.drafter is not None
         if self.drafted_tokens < self.drafted_passes * self.drafter.cost:
             self.drafts = "never"

@@ -240,7 +240,7 @@ class _Decoder:
         generator.settle_drafts()
         generator.warm_up(go_on)
         if generator.drafts == "always":
-            generator.rehearse_drafts(_rehearsal(version))
+            generator.rehearse_drafts(_rehearsal(version), go_on)
         version.drafts = generator.drafts
 
     def advance(self) -> list[tuple[ServedText, Event]]:
