@@ -22,6 +22,7 @@ from laws.test_drafted_is_undrafted import (
 )
 from monograph.decode import draft_head
 from monograph.decode.cache import CacheSizes
+from monograph.decode.completion import generate
 from monograph.decode.draft import DRAFT_TOKENS
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -236,3 +237,9 @@ def test_a_model_without_the_head_is_refused() -> None:
         written(model, 1, requests(), draft="mtp")
     with pytest.raises(UsageError, match="draft_tokens = 17: expected 1 to 16"):
         written(with_head(), 1, requests(), draft="mtp", draft_tokens=17)
+
+
+def test_the_name_of_a_draft_is_refused_where_its_model_is_expected() -> None:
+    model = tiny_llama(vocab_size=TOKENIZER.vocab_size)
+    with pytest.raises(UsageError, match="^draft = 'runs/small': expected a model, .* or 'mtp'$"):
+        generate(model, TOKENIZER, ["a"], max_tokens=1, draft="runs/small")  # type: ignore[arg-type]

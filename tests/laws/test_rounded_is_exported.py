@@ -178,6 +178,11 @@ def test_the_gradient_is_straight_through_and_not_rounded() -> None:
         assert relative_error(parameter.grad, expected.grad) < 1e-12, name
 
 
+def test_a_format_that_no_file_has_is_refused() -> None:
+    with pytest.raises(UsageError, match="^quantize = 'int5': expected none, int4 or int8$"):
+        block_formats(untied(), "int5")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_tensor_of_a_file_is_rounded_as_the_file_has_it(family: str) -> None:
     """The head, tied or not, has 8 bits; norms and biases stay as they are."""

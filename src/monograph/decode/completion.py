@@ -241,8 +241,8 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
             is given instead of a list, the number of samplings or adapters is not that of the
             prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary;
-            or the draft model has recurrent layers, another vocabulary or too few positions, or the
-            model has no head that proposes tokens.
+            or the draft model has recurrent layers, another vocabulary or too few positions, is
+            another text than "mtp", or the model has no head that proposes tokens.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = COMPLETIONS_PER_PROMPT.integer("n", n)
@@ -291,6 +291,10 @@ def generate(
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of `model`.
     model.eval()
+    if isinstance(draft, str) and draft != OWN_HEAD:
+        raise UsageError(
+            f"draft = {draft!r}: expected a model, as monograph.load returns it, or {OWN_HEAD!r}"
+        )
     if isinstance(draft, Llama):
         draft = unwrapped(draft.eval())
     if draft_tokens is None:

@@ -657,9 +657,14 @@ def block_formats(model: nn.Module, quantize: str) -> dict[str, str]:
 
     Raises:
         InputRefused: parts of a parameter have different types in the file.
+        UsageError: `quantize` is another text.
     """
     if quantize == "none":
         return {}
+    if quantize not in TRAINED_DTYPES:
+        raise UsageError(
+            f"quantize = {quantize!r}: expected {join_with_or(['none', *TRAINED_DTYPES])}"
+        )
     assert isinstance(model, Llama)
     config = model.config
     # Which parameters a tensor of the file is made of is seen by reading it. Meta tensors have no numbers,
