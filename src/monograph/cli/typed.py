@@ -294,6 +294,10 @@ DraftOption = Annotated[
         "a small model that proposes tokens, which the model checks together; mtp: the model's own head does",
     ),
 ]
+ServedDraftOption = Annotated[
+    str | None,
+    _option("RUN", "a small model that proposes tokens, which the model checks together"),
+]
 UseOption = Annotated[
     str | None,
     _option("NAME", "the adapter that writes; default: the first; base: none of them"),
@@ -801,7 +805,7 @@ def serve(
         int | None,
         _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
-    draft: DraftOption = None,
+    draft: ServedDraftOption = None,
 ) -> None:
     """Serve a model through OpenAI's and Anthropic's APIs, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
