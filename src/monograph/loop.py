@@ -20,6 +20,8 @@ from monograph.loss import Batch
 from monograph.ranges import COUNT
 from monograph.step import Update
 
+# The keys that decide which tensors a model has, and has trained.
+_MODEL_KEYS = "model.init, size of [model] or key of [lora]"
 # The keys that decide which tensors an optimizer keeps, and in which form.
 _OPTIMIZER_STATE_KEYS = "optim.name, optim.state, optim.master_weights, optim.ema or train.quantize"
 
@@ -64,10 +66,10 @@ class EngineState:
             unmatched = sorted(own_tensors.keys() ^ saved_tensors.keys())
             if unmatched:
                 problem = "missing" if unmatched[0] in own_tensors else "unknown"
-                hint = ""
-                if kind == "optimizer":
-                    hint = f": it was saved with another {_OPTIMIZER_STATE_KEYS}"
-                raise InputRefused(f"{refusal}: {unmatched[0]!r} is {problem}{hint}")
+                keys = _OPTIMIZER_STATE_KEYS if kind == "optimizer" else _MODEL_KEYS
+                raise InputRefused(
+                    f"{refusal}: {unmatched[0]!r} is {problem}: it was saved with another {keys}"
+                )
             for name, tensor in own_tensors.items():
                 # `LargeFile.like` gives shape and dtype without reading the tensor.
                 if isinstance(saved_tensors, LargeFile):

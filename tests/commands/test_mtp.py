@@ -63,6 +63,10 @@ def test_a_new_model_trains_it_and_the_next_run_goes_on_with_it(
         assert load(here / f"without-{name}")[0].mtp is None
     done = server.run(here, "export", "without-folder", "--to", "without-head")
     assert "only the text model is written: mtp.* are left out; --original" in done.err
+    branch = ["--from", "first", "model.mtp_num_hidden_layers=0", "--out", "branch"]
+    done = server.run(here, "train", *branch, figures=0)
+    assert done.code == 3
+    assert "'mtp.fc.weight' is unknown: it was saved with another model.init, size of" in done.err
     done = server.run(
         here, "train", *over(again, "model.init=without-run", HEAD), "--out", "none", figures=0
     )

@@ -23,7 +23,7 @@ from clocks import HANG_S
 from monograph.automata.on_host import has_llguidance
 from monograph.decode import completion, draft
 from monograph.decode.generator import Generator
-from monograph.errors import InputRefused, MonographError
+from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
@@ -293,3 +293,11 @@ def test_a_draft_that_cannot_be_served_is_refused_in_one_line(tmp_path: Path) ->
         Version("x", (), model, TOKENIZER, Precision("fp32")).set_draft(
             Draft("name", model, other, "")
         )
+
+
+def test_the_own_head_is_refused_by_the_option(tmp_path: Path) -> None:
+    """It is no folder, and `generate` takes the word."""
+    with pytest.raises(
+        UsageError, match="--draft mtp: `monograph serve` takes the tokens of a small model"
+    ):
+        Draft.load("mtp", lambda line: None)

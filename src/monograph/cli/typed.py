@@ -296,6 +296,10 @@ ServedDraftOption = Annotated[
     str | None,
     _option("RUN", "a small model that proposes tokens, which the model checks together"),
 ]
+ServedDraftOption = Annotated[
+    str | None,
+    _option("RUN", "a small model that proposes tokens, which the model checks together"),
+]
 UseOption = Annotated[
     str | None,
     _option("NAME", "the adapter that writes; default: the first; base: none of them"),

@@ -19,9 +19,9 @@ from monograph import __version__
 from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
-from monograph.decode.generator import DraftUse
+from monograph.decode.generator import OWN_HEAD, DraftUse
 from monograph.device import default_device
-from monograph.errors import Warn
+from monograph.errors import UsageError, Warn
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -231,8 +231,14 @@ class Draft(NamedTuple):
         """Load the run or folder that --draft names.
 
         Raises:
-            MonographError: it cannot be loaded; the message names --draft.
+            MonographError: it cannot be loaded, or it is the model's own head, which only `generate` and
+                `chat` use; the message names --draft.
         """
+        if name == OWN_HEAD:
+            raise UsageError(
+                f"--draft {name}: `monograph serve` takes the tokens of a small model, not of the model's own head: "
+                "name one, or leave it out"
+            )
         with naming_draft(name):
             model, tokenizer = load_with_tokenizer(name, warn)
         digest = module_digest(model)  # while the model is still on the CPU
