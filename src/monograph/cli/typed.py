@@ -292,14 +292,6 @@ DraftOption = Annotated[str | None, _option("RUN", _DRAFT_HELP)]
 DraftOrHeadOption = Annotated[
     str | None, _option("RUN", f"{_DRAFT_HELP}; mtp: the model's own head does")
 ]
-ServedDraftOption = Annotated[
-    str | None,
-    _option("RUN", "a small model that proposes tokens, which the model checks together"),
-]
-ServedDraftOption = Annotated[
-    str | None,
-    _option("RUN", "a small model that proposes tokens, which the model checks together"),
-]
 UseOption = Annotated[
     str | None,
     _option("NAME", "the adapter that writes; default: the first; base: none of them"),
@@ -807,7 +799,7 @@ def serve(
         int | None,
         _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
-    draft: ServedDraftOption = None,
+    draft: DraftOption = None,
 ) -> None:
     """Serve a model through OpenAI's and Anthropic's APIs, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:

@@ -30,6 +30,7 @@ from monograph.model.adapter import BASE_FILE, Adapter
 from monograph.model.config import TORCH_FILE_SUFFIXES, LlamaConfig
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
+from monograph.model.mtp import MTP_PREFIX
 from monograph.model.vocabulary import set_new_rows
 from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import resolve_checkpoint, update_of_checkpoint
@@ -471,9 +472,7 @@ def module_digest(module: nn.Module) -> str:
     """
     state = unique_state(module)
     if isinstance(module, Llama):
-        state = {
-            name: tensor for name, tensor in state.items() if not name.startswith(hub.MTP_PREFIX)
-        }
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(MTP_PREFIX)}
     return tensors_digest(state)
 
 
