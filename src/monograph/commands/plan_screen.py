@@ -8,6 +8,7 @@ A streamed way keeps most weights in the host's memory, and moves them through t
 which are groups of the model's blocks. A resident way keeps all weights on the device.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,14 @@ from monograph.predict.estimate import trained_numbers
 from monograph.predict.roofline import EFFICIENCIES
 from monograph.report.quantities import count, counted, duration, gibibytes
 
+COLUMNS = 100  # the longest line of text
 BAR = 60  # characters in the bar of memory
 # The largest number of rows in the tables of ways and of remedies.
 MOST_WAYS = 5
 MOST_REMEDIES = 6
+# The same for ways if the screen also has remedies and the lines about a streamed plan, so that it is not
+# longer than a terminal.
+MOST_WAYS_BESIDE = 2
 # If the text's length is unknown, the time for this many tokens is printed.
 SAMPLE_TOKENS = 1_000_000
 _HEADS: tuple[str, ...] = (
@@ -131,7 +136,8 @@ def screen(
         yield f"drawing  at most {time_text} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
-        yield from _way_rows(plan)
+        is_full = bool(remedies) and isinstance(plan.chosen, StreamCandidate)
+        yield from _way_rows(plan, MOST_WAYS_BESIDE if is_full else MOST_WAYS)
     if remedies:
         yield ""
         yield from _remedy_rows(plan, remedies)
@@ -199,7 +205,10 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
         if best.residual_bytes:
             # Bytes that earlier runs on this device needed beyond those in a trace of the step.
             residual = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
-        yield f"   GiB   {', '.join(origins)}{residual}"
+        parts = f"{', '.join(origins)}{residual}"
+        yield from textwrap.wrap(
+            parts, COLUMNS, initial_indent="   GiB   ", subsequent_indent=" " * 9
+        )
     if isinstance(best, StreamCandidate):
         # The texts are about the bytes in the host's memory, the bytes in files, and how these move. A text
         # has one or two parts, and each part takes a line.
@@ -231,9 +240,9 @@ def _short_duration(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
 
 
-def _way_rows(plan: Plan) -> Iterator[str]:
-    """Yield the table of the first MOST_WAYS ways. The column "streamed" is left out if it is empty."""
-    shown = _without_other_graphs(plan.candidates)[:MOST_WAYS]
+def _way_rows(plan: Plan, most: int) -> Iterator[str]:
+    """Yield the table of the first `most` ways. The column "streamed" is left out if it is empty."""
+    shown = _without_other_graphs(plan.candidates)[:most]
     rows = [_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown]
     lines = [_HEADS, *rows]
     if not any(isinstance(candidate, StreamCandidate) for candidate in shown):
