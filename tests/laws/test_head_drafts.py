@@ -26,7 +26,7 @@ from monograph.decode.completion import generate
 from monograph.decode.draft import DRAFT_TOKENS
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Request
+from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import Status
 from monograph.errors import UsageError
@@ -189,6 +189,35 @@ def proposals_after(first: Request | None, monkeypatch: pytest.MonkeyPatch) -> P
 
 NOT_FINITE = 100  # a token
 LONG = tuple(range(65, 95))
+
+
+@pytest.mark.parametrize("max_chunks", [None, 1])
+def test_after_a_pause_the_head_knows_the_text(
+    monkeypatch: pytest.MonkeyPatch, max_chunks: int | None
+) -> None:
+    """What it proposes is what its equation gives, whatever was written without it."""
+    model = with_head()
+    found = recorded_proposals(monkeypatch, 2)
+    generator = drafting_itself(model, 2, 1, pace=Pace(2, 2, max_chunks))
+    pauses = False
+    monkeypatch.setattr(Generator, "_drafts_pause", lambda _: pauses)
+    texts = {}
+    for seed, prompt in enumerate(PROMPTS[:2]):
+        texts[generator.submit(Request(prompt, Sampling(0, seed=seed), 30))] = [*prompt]
+    blocks = 0
+    while generator.busy:
+        for event in generator.advance():
+            texts[event.number] += event.token_ids
+        blocks += 1
+        pauses = blocks % 5 in (2, 3)
+    assert len(found) > 10 and {seed for seed, _, _ in found} == {0, 1}
+    for (seed, position, _), of_proposal in found.items():
+        text = [*texts.values()][seed]
+        hidden = model(torch.tensor([text[:position]]))
+        following = torch.tensor([text[1 : position + 1]])
+        of_text = model.logits(model.predict_ahead(hidden, following)[0, -1])
+        expected = of_text[: TOKENIZER.vocab_size].detach()
+        assert relative_error(of_proposal, expected) <= 1e-9, (seed, position)
 
 
 @pytest.mark.parametrize("prompt", [LONG, (*LONG, NOT_FINITE, 65)], ids=["finite", "not finite"])
