@@ -102,21 +102,30 @@ def measured(factor: float, rows: int, tokens: int, pairs: int, smoke: bool) -> 
     mode: Mode = "captured" if model.lm_head.weight.is_cuda else "eager"
     plain = Writer(model, None, rows, tokens, mode)
     drafted = Writer(model, draft, rows, tokens, mode)
+    return {
+        "factor": factor,
+        "rows": rows,
+        **compared(plain, drafted, pairs),
+        "passes": drafted.generator.drafted_passes,
+    }
+
+
+def compared(
+    plain: Writer, drafted: Writer, pairs: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
+    """Return what drafts give: both write the same texts, in turns."""
     writers = {"plain": plain, "drafted": drafted}
     speeds: dict[str, list[float]] = {name: [] for name in writers}
     for number in range(pairs + 1):
         order = list(writers) if number % 2 else list(writers)[::-1]
         for name in order:
-            speeds[name].append(writers[name].tokens_per_s(number))
+            speeds[name].append(writers[name].tokens_per_s(number, clock))
     # The first texts warm up.
     ratios = [a / b for a, b in zip(speeds["drafted"][1:], speeds["plain"][1:], strict=True)]
     generator = drafted.generator
     assert generator.drafter is not None
     return {
-        "factor": factor,
-        "rows": rows,
-        "tokens_in_a_pass": generator.drafted_tokens / generator.drafted_passes,
-        "passes": generator.drafted_passes,
+        "tokens_in_a_pass": generator.drafted_tokens / max(1, generator.drafted_passes),
         "cost": generator.drafter.cost,
         "tokens_per_s": statistics.median(speeds["drafted"][1:]),
         "ratio": harness.spread(ratios),

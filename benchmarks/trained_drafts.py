@@ -15,7 +15,6 @@ taken, so that the others who use the machine matter less. Figures are medians o
 from __future__ import annotations
 
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -107,26 +106,14 @@ def measured(
     is_cuda = model.lm_head.weight.is_cuda
     mode: drafts.Mode = "captured" if is_cuda else "eager"
     clock = time.perf_counter if is_cuda else time.process_time
-    writers = {
-        "plain": drafts.Writer(model, None, rows, tokens, mode, prompt),
-        "drafted": drafts.Writer(model, draft, rows, tokens, mode, prompt),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in writers}
-    for number in range(pairs + 1):
-        order = list(writers) if number % 2 else list(writers)[::-1]
-        for name in order:
-            speeds[name].append(writers[name].tokens_per_s(number, clock))
-    # The first texts warm up.
-    ratios = [a / b for a, b in zip(speeds["drafted"][1:], speeds["plain"][1:], strict=True)]
-    generator = writers["drafted"].generator
-    assert generator.drafter is not None
+    plain = drafts.Writer(model, None, rows, tokens, mode, prompt)
+    drafted = drafts.Writer(model, draft, rows, tokens, mode, prompt)
+    found = drafts.compared(plain, drafted, pairs, clock)
+    drafted_tokens = drafted.generator.drafted_tokens
     return {
         "rows": rows,
-        "tokens_in_a_pass": generator.drafted_tokens / max(1, generator.drafted_passes),
-        "share_of_tokens": generator.drafted_tokens / ((pairs + 1) * rows * tokens),
-        "cost": generator.drafter.cost,
-        "tokens_per_s": statistics.median(speeds["drafted"][1:]),
-        "ratio": harness.spread(ratios),
+        **found,
+        "share_of_tokens": drafted_tokens / ((pairs + 1) * rows * tokens),
     }
 
 

@@ -24,7 +24,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.serve.command import server_config
 from monograph.serve.service import Service
-from monograph.serve.versions import LAST, AdapterRoom, Draft, Source, Version
+from monograph.serve.versions import LAST, AdapterRoom, ServedDraft, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256
@@ -68,7 +68,7 @@ class Given(Source):
         super().__init__("given", rows, print, adapters)
         if draft is not None:
             self.draft_name = "small"
-            self._draft = Draft("small", draft.eval(), tokenizer, "digest")
+            self._draft = ServedDraft("small", draft.eval(), tokenizer, "digest")
         self.number, self._next = 0, (model, tokenizer)
 
     def give(self, model: Llama, tokenizer: Tokenizer) -> None:

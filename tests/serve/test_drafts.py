@@ -20,41 +20,25 @@ import torch
 from adapted import trained
 from batches import tiny_llama
 from clocks import HANG_S
+from laws.test_served_is_generated import CALM
+from laws.test_served_is_generated import KINDS as OTHER_KINDS
 from monograph.automata.on_host import has_llguidance
 from monograph.decode import completion, draft
 from monograph.decode.generator import Generator
-from monograph.errors import InputRefused, MonographError, UsageError
+from monograph.errors import InputRefused, MonographError
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.llama import Llama
 from monograph.serve.owner import _Decoder
-from monograph.serve.versions import AdapterRoom, Draft, Version
+from monograph.serve.versions import AdapterRoom, ServedDraft, Version
 from monograph.text.tokenizer import Tokenizer
 from served import CONTEXT, ROWS, Served, small
 
 TOKENIZER = Tokenizer.bytes()
 TREE = 'root ::= "[" root? "]" | "{}"'
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["a"],
-}
-CALM = {"temperature": 0.8, "max_tokens": 30}
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0, "max_tokens": 40},
-    CALM,
-    CALM | {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
-    CALM | {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.2},
-    CALM | {"logit_bias": {"70": 5, "71": -100}, "min_tokens": 4, "stop": ["a", "FF"]},
-    CALM | {"typical_p": 0.9, "dry_multiplier": 0.5, "mirostat_tau": 4.0},
-    CALM | {"regex": "[a-f]{2,9}"},
-    CALM | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-    CALM | {"choice": ["yes", "no"]},
-    CALM | {"logprobs": 3, "stop": "e"},
-    CALM | {"n": 2, "logprobs": 1},
-]  # fmt: skip
+KINDS: list[dict[str, Any]] = [*OTHER_KINDS, CALM | {"n": 2, "logprobs": 1}]
 if has_llguidance():
     KINDS.append(CALM | {"grammar": TREE})
 
@@ -243,7 +227,7 @@ def test_a_server_that_ends_does_not_wait_for_its_rehearsal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     version = Version("x", (), small(TOKENIZER), TOKENIZER, Precision("fp32"))
-    version.set_draft(Draft("name", version.model, TOKENIZER, ""))
+    version.set_draft(ServedDraft("name", version.model, TOKENIZER, ""))
     decoder = _Decoder(version, ROWS)
     monkeypatch.setattr(Generator, "_pass_rounds_as_steps", lambda _: False)
     calls = []
@@ -262,7 +246,7 @@ def test_a_draft_that_cannot_be_served_is_refused_in_one_line(tmp_path: Path) ->
 
     def refusal(model: Llama, proposes: Llama) -> str:
         version = Version("x", (), model, TOKENIZER, Precision("fp32"))
-        version.set_draft(Draft("name", proposes, TOKENIZER, ""))
+        version.set_draft(ServedDraft("name", proposes, TOKENIZER, ""))
         with pytest.raises(MonographError) as refused:
             _Decoder(version, ROWS)
         return str(refused.value)
@@ -285,19 +269,11 @@ def test_a_draft_that_cannot_be_served_is_refused_in_one_line(tmp_path: Path) ->
     assert "the model has recurrent layers" in refusal(recurrent, model)
     missing = tmp_path / "missing"
     with pytest.raises(InputRefused, match=f"^--draft {missing}: "):
-        Draft.load(str(missing), print)
+        ServedDraft.load(str(missing), print)
     other = Tokenizer.train_bpe(["ab ab ab"], 260)
     with pytest.raises(
         InputRefused, match="^--draft name: its tokens are not the model's: expected"
     ):
         Version("x", (), model, TOKENIZER, Precision("fp32")).set_draft(
-            Draft("name", model, other, "")
+            ServedDraft("name", model, other, "")
         )
-
-
-def test_the_own_head_is_refused_by_the_option(tmp_path: Path) -> None:
-    """It is no folder, and `generate` takes the word."""
-    with pytest.raises(
-        UsageError, match="--draft mtp: `monograph serve` takes the tokens of a small model"
-    ):
-        Draft.load("mtp", lambda line: None)

@@ -19,9 +19,9 @@ from monograph import __version__
 from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
-from monograph.decode.generator import OWN_HEAD, DraftUse
+from monograph.decode.generator import DraftUse
 from monograph.device import default_device
-from monograph.errors import UsageError, Warn
+from monograph.errors import Warn
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -128,7 +128,7 @@ class Version:
         """How many texts the version writes at the same time, and how long they may be, in words."""
         return f"{counted(self.rows, 'row')} of {self.context:,} positions"
 
-    def set_draft(self, draft: Draft) -> None:
+    def set_draft(self, draft: ServedDraft) -> None:
         """Let a draft model propose tokens.
 
         Raises:
@@ -211,7 +211,7 @@ class ServedModel(NamedTuple):
         }
 
 
-class Draft(NamedTuple):
+class ServedDraft(NamedTuple):
     """The draft model of all versions.
 
     Attributes:
@@ -227,18 +227,12 @@ class Draft(NamedTuple):
     digest: str
 
     @classmethod
-    def load(cls, name: str, warn: Warn) -> Draft:
+    def load(cls, name: str, warn: Warn) -> ServedDraft:
         """Load the run or folder that --draft names.
 
         Raises:
-            MonographError: it cannot be loaded, or it is the model's own head, which only `generate` and
-                `chat` use; the message names --draft.
+            MonographError: it cannot be loaded; the message names --draft.
         """
-        if name == OWN_HEAD:
-            raise UsageError(
-                f"--draft {name}: `monograph serve` takes the tokens of a small model, not of the model's own head: "
-                "name one, or leave it out"
-            )
         with naming_draft(name):
             model, tokenizer = load_with_tokenizer(name, warn)
         digest = module_digest(model)  # while the model is still on the CPU
@@ -290,7 +284,7 @@ class Source:
         self.adapters = adapters or AdapterRoom({})
         self.draft_name = draft_name
         # The draft model, which is loaded once and stays the same for all versions.
-        self._draft: Draft | None = None
+        self._draft: ServedDraft | None = None
         # The run and its checkpoints at the time when a version was last loaded.
         self._seen = _NO_VERSIONS
 
@@ -311,7 +305,7 @@ class Source:
         version = self._load_without_adapters()
         if self.draft_name is not None:
             if self._draft is None:
-                self._draft = Draft.load(self.draft_name, self.warn)
+                self._draft = ServedDraft.load(self.draft_name, self.warn)
             version.set_draft(self._draft)
         version.install_adapters(self.adapters, self.warn)
         return version
