@@ -371,8 +371,8 @@ def _check_windows(config: LlamaConfig) -> None:
     only_with = llama_cpp_support(config).layers_with_windows
     if only_with and (window is not None) != (config.num_hidden_layers == only_with):
         raise InputRefused(
-            f"sliding_window = {window}: llama.cpp computes windows in {config.model_type} with {only_with} layers, "
-            f"and only with so many{USE_HF}"
+            f"sliding_window = {window}: llama.cpp computes windows in a {config.model_type} if it has {only_with} "
+            f"layers, and only then{USE_HF}"
         )
     if llama_cpp_support(config).windows_by_layer:
         if window is None:
@@ -457,7 +457,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         if llama_cpp.reads_yarn_keys:
             writer.add_rope_scaling_yarn_beta_fast(config.rope_scaling.beta_fast)
             writer.add_rope_scaling_yarn_beta_slow(config.rope_scaling.beta_slow)
-            # The factor of scores is a quotient with this number as `mscale_all_dim`: 1 for 1.
+            # With 1 llama.cpp does not scale scores, as with the keys mscale = mscale_all_dim = 1 of a config.json.
+            # With 0 it scales them by YaRN's default factor.
             writer.add_rope_scaling_yarn_log_mul(float(config.rope_scaling.attention_factor == 1))
     if isinstance(config.rope_scaling, GrowingYarnScaling):
         writer.add_attn_temperature_scale(config.rope_scaling.llama_4_scaling_beta)
