@@ -41,6 +41,24 @@ ASKED = PlanRequest(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=(
 MIXTURE = replace(
     SHAPE, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512
 )
+# Two kinds of blocks with other parameters, in an order that does not repeat with the stages.
+HYBRID = replace(
+    SHAPE,
+    model_type="granitemoehybrid",
+    layer_types=("mamba", "mamba", "full_attention", "mamba") * 2,
+    mamba_d_state=64,
+)
+TWO_WIDTHS = replace(
+    SHAPE,
+    model_type="gemma4_text",
+    layer_types=("sliding_attention", "sliding_attention", "sliding_attention", "full_attention")
+    * 2,
+    sliding_window=128,
+    global_head_dim=256,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    tie_word_embeddings=True,
+)
 GIB = 2**30
 SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
@@ -104,6 +122,12 @@ def asked_refused(asked=ASKED, **limits):
         way_of(AdamW(ema=0.9), where="host", when="backward", per_stage=2),
         way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
         way_of(lora=Lora(base="nf4"), when="sweep", config=MIXTURE),
+        way_of(config=HYBRID, when="sweep"),
+        pytest.param(way_of(config=HYBRID, per_stage=2, where="host"), marks=pytest.mark.slow),
+        way_of(config=TWO_WIDTHS, per_stage=2),
+        pytest.param(
+            way_of(lora=Lora(base="nf4"), when="sweep", config=TWO_WIDTHS), marks=pytest.mark.slow
+        ),
         pytest.param(way_of(lora=Lora(), when="sweep", per_stage=2), marks=pytest.mark.slow),
         pytest.param(
             way_of(lora=Lora(dora=True, tokens=(3, 7), base="int8"), when="sweep", offload=True),

@@ -50,11 +50,44 @@ WAYS = {
     "a large vocabulary, bf16": way(
         replace(USUAL, config=replace(SHAPE, vocab_size=4000), precision="bf16"), "next forward"
     ),
+    "a hybrid, Mamba in three of four blocks": way(
+        replace(
+            USUAL,
+            config=tiny_config(
+                model_type="granitemoehybrid",
+                layer_types=("full_attention", "mamba", "mamba", "mamba"),
+                mamba_d_state=8,
+                hidden_size=64,
+                intermediate_size=160,
+                num_hidden_layers=4,
+                vocab_size=500,
+            ),
+            rows=4,
+        ),
+        per_stage=1,
+    ),
+    "heads of two widths": way(
+        replace(
+            USUAL,
+            config=tiny_config(
+                model_type="gemma4_text",
+                layer_types=("sliding_attention", "full_attention") * 4,
+                sliding_window=16,
+                rope_local_theta=1e2,
+                global_head_dim=64,
+                hidden_size=64,
+                intermediate_size=160,
+                num_hidden_layers=8,
+                vocab_size=500,
+            ),
+        ),
+        per_stage=1,
+    ),
     "adapters, 4 bits": way(replace(USUAL, lora=Lora(rank=4, base="nf4"), precision="bf16")),
     "adapters of a mixture, 4 bits": way(
         replace(
             USUAL,
-            config=tiny_config(**MIXTURE, hidden_size=64, num_hidden_layers=8, vocab_size=500),
+            config=tiny_config(**MIXTURE, hidden_size=64, num_hidden_layers=2, vocab_size=500),
             lora=Lora(rank=4, base="nf4"),
             precision="bf16",
             rows=2,
@@ -96,7 +129,7 @@ def measured(case):
 
 
 BY_DAY = (
-    "as usual",
+    "a hybrid, Mamba in three of four blocks",
     "adapters of a mixture, 4 bits",
     "blocks recomputed in part, packed",
     "a large vocabulary, bf16",

@@ -632,16 +632,22 @@ class LlamaConfig:
             return LAYER_TYPES[FULL_ATTENTION]
         return LAYER_TYPES[self.layer_types[layer]]
 
-    def shortened(self, layers: int) -> Self:
-        """Return the configuration of a model with only the first `layers` layers of this one.
+    def shortened(self, layers: int, *, first: int = 0) -> Self:
+        """Return the configuration of a model with only some layers of this one.
+
+        Args:
+            layers: how many layers it has.
+            first: the index of the first of them.
 
         It is not checked, because the last layer of some families must be of one kind.
         """
         return self._changed(
             num_hidden_layers=layers,
-            layer_types=self.layer_types[:layers],
-            no_rope_layers=self.no_rope_layers[:layers],
-            mlp_only_layers=tuple(layer for layer in self.mlp_only_layers if layer < layers),
+            layer_types=self.layer_types[first : first + layers],
+            no_rope_layers=self.no_rope_layers[first : first + layers],
+            mlp_only_layers=tuple(
+                layer - first for layer in self.mlp_only_layers if 0 <= layer - first < layers
+            ),
         )
 
     def of_layer(self, layer: int) -> Self:

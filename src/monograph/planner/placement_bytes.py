@@ -20,9 +20,9 @@ The words, which are those of `monograph.stream`:
     boundary        the tensor that passes from one stage to the next, for one micro-batch
 
 Planes, slots and staging buffers are counted exactly, in closed form. For this, the engine's own code
-makes the planes of three stages, the first, a middle one and the last, on tensors without data. The other
-memory, which passes and updates allocate, is estimated for a search, and traced for the ways that the
-search finds (`predict.stage_footprint`).
+makes the planes of the first stage, of one stage of each kind of blocks, and of the last stage, on tensors
+without data. The other memory, which passes and updates allocate, is estimated for a search, and traced
+for the ways that the search finds (`predict.stage_footprint`).
 """
 
 import functools
@@ -49,7 +49,7 @@ from monograph.predict.estimate import (
     dequantised_weight_bytes,
     stored_numbers,
 )
-from monograph.predict.footprint import Work
+from monograph.predict.footprint import Work, kinds_of_block_stages
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.frozen import FROZEN
@@ -121,38 +121,66 @@ class PlaneShape(NamedTuple):
         }
 
 
-@dataclass(frozen=True, eq=False)
-class Stages:
-    """All stages of a model; those between the first and the last are alike.
+class StageShape(NamedTuple):
+    """A stage without its data.
 
     Attributes:
-        first: planes of the stage before the blocks.
-        middle: planes of a stage of blocks.
-        last: planes of the stage after the blocks.
-        count: number of all stages.
-        tied: whether the last stage reads weights of the first.
-        frozen: bytes of tensors that are not trained: of the first stage, of a middle one, and of
-            the last.
+        planes: its planes.
+        frozen: the bytes of its tensors that are not trained.
     """
 
-    first: tuple[PlaneShape, ...]
-    middle: tuple[PlaneShape, ...]
-    last: tuple[PlaneShape, ...]
-    count: int
+    planes: tuple[PlaneShape, ...]
+    frozen: int
+
+    def size_bytes(self, name: str) -> int:
+        """Return the bytes of all buffers of one name."""
+        if name == FROZEN:
+            return self.frozen
+        return sum(plane.size_bytes(name) for plane in self.planes)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """All stages of a model.
+
+    Attributes:
+        kinds: the different stages: the one before the blocks, each kind of a stage of blocks, and the
+            one after the blocks.
+        kind_numbers: for each stage, the index of its kind in `kinds`.
+        tied: whether the last stage reads weights of the first.
+    """
+
+    kinds: tuple[StageShape, ...]
+    kind_numbers: tuple[int, ...]
     tied: bool
-    frozen: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def count(self) -> int:
+        """Return the number of all stages."""
+        return len(self.kind_numbers)
 
     @cached_property
     def planes(self) -> list[tuple[PlaneShape, ...]]:
         """Return the planes of each stage."""
-        return [self.first, *[self.middle] * (self.count - 2), self.last]
+        return [self.kinds[number].planes for number in self.kind_numbers]
 
     @property
+    def planes_of_kinds(self) -> list[PlaneShape]:
+        """Return the planes of one stage of each kind."""
+        return [plane for kind in self.kinds for plane in kind.planes]
+
+    @property
+    def block_parameters(self) -> float:
+        """Return the trained parameters of a stage of blocks; their mean, if stages differ."""
+        planes = itertools.chain.from_iterable(self.planes[1:-1])
+        return sum(plane.parameters for plane in planes) / (self.count - 2)
+
+    @cached_property
     def buffer_names(self) -> list[str]:
         """Return the names of all buffers."""
-        planes = (*self.first, *self.middle, *self.last)
-        names = list(dict.fromkeys(name for plane in planes for name in plane.buffers))
-        return [*names, FROZEN] if any(self.frozen) else names
+        names = dict.fromkeys(name for plane in self.planes_of_kinds for name in plane.buffers)
+        has_frozen = any(kind.frozen for kind in self.kinds)
+        return [*names, FROZEN] if has_frozen else [*names]
 
     @property
     def trained(self) -> frozenset[tuple[int, str]]:
@@ -166,37 +194,26 @@ class Stages:
 
     def size_bytes(self, index: int, name: str) -> int:
         """Return the bytes of all buffers of one name in a stage."""
-        return self._sizes[index].get(name, 0)
+        return self._sizes[self.kind_numbers[index]].get(name, 0)
 
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return the bytes of each stage's buffers by name. They are cached, because a search reads
+        """Return the bytes of each kind's buffers by name. They are cached, because a search reads
         them millions of times.
         """
-        names = self.buffer_names
-        first, middle, last = self.frozen
-        frozen_bytes = [first, *[middle] * (self.count - 2), last]
-        return [
-            {name: sum(plane.size_bytes(name) for plane in planes) for name in names}
-            | {FROZEN: frozen}
-            for planes, frozen in zip(self.planes, frozen_bytes, strict=True)
-        ]
+        return [{name: kind.size_bytes(name) for name in self.buffer_names} for kind in self.kinds]
 
 
-class _StageKind(NamedTuple):
-    """Stages that are alike and have the same resident buffers.
+class _PlacedKind(NamedTuple):
+    """Stages of one kind that have the same resident buffers.
 
     Attributes:
-        position: "first", "middle" or "last".
-        planes: the planes of each of them.
+        shape: the shape of each of them.
         resident: the names of their buffers that stay on the device.
-        frozen: the bytes of the tensors of each of them that are not trained.
     """
 
-    position: str
-    planes: tuple[PlaneShape, ...]
+    shape: StageShape
     resident: BufferNames
-    frozen: int
 
 
 # Cached, because a second search needs the same stages: if nothing fits, it looks for settings that
@@ -218,8 +235,10 @@ def stages_of(
         blocks_per_stage: the number of blocks in a stage.
         lora: the adapters that are trained; None: the model itself is trained.
     """
-    # A model with one middle stage is enough, because all middle stages are alike.
-    short = config.shortened(blocks_per_stage)
+    kind_numbers = kinds_of_block_stages(config, blocks_per_stage)
+    # Numbers are given in the order of the stages, so the first stages of blocks include all kinds.
+    known = max(kind_numbers)
+    short = config.shortened((kind_numbers.index(known) + 1) * blocks_per_stage)
     with META:
         model = Llama(short)
         if lora:
@@ -232,18 +251,14 @@ def stages_of(
         rounds_weights=Precision(precision).rounds_weights,
         placement=placement,
     )
-    first, middle, last = (_plane_shapes(stage) for stage in store.stages)
-    count = config.num_hidden_layers // blocks_per_stage + 2
-    first_frozen, middle_frozen, last_frozen = (
-        stage.frozen.memory.nbytes for stage in store.stages
+    first, *of_blocks, last = (
+        StageShape(_plane_shapes(stage), stage.frozen.memory.nbytes) for stage in store.stages
     )
+    block_kinds = [of_blocks[kind_numbers.index(number)] for number in range(known + 1)]
     return Stages(
-        first,
-        middle,
-        last,
-        count=count,
+        kinds=(first, *block_kinds, last),
+        kind_numbers=(0, *[1 + number for number in kind_numbers], known + 2),
         tied=store.tied,
-        frozen=(first_frozen, middle_frozen, last_frozen),
     )
 
 
@@ -291,18 +306,15 @@ def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
         stages: the model's stages.
         resident: for each stage, the names of its buffers that stay on the device.
     """
-    kinds = _stage_kinds(stages, resident)
-    first = [kind for kind in kinds if kind.position == "first"]
-    middle = [kind for kind in kinds if kind.position == "middle"]
-    last = [kind for kind in kinds if kind.position == "last"]
-    # BLOCK_SLOTS = 2 slots hold middle stages, so that one stage is copied while another one computes.
+    first, *of_blocks, last = _placed_kinds(stages, resident)
+    # BLOCK_SLOTS = 2 slots hold stages of blocks, so that one stage is copied while another one computes.
     # The first and the last stage share a slot, unless the last reads the first one's weights.
-    middle_slots = min(BLOCK_SLOTS, stages.count - 2)
+    block_slots = min(BLOCK_SLOTS, stages.count - 2)
     if stages.tied:
-        first_and_last_bytes = _slot_bytes(first) + _slot_bytes(last)
+        first_and_last_bytes = _slot_bytes([first]) + _slot_bytes([last])
     else:
-        first_and_last_bytes = _slot_bytes(first + last)
-    return first_and_last_bytes + middle_slots * _slot_bytes(middle)
+        first_and_last_bytes = _slot_bytes([first, last])
+    return first_and_last_bytes + block_slots * _slot_bytes(of_blocks)
 
 
 def staging_bytes(
@@ -319,8 +331,8 @@ def staging_bytes(
             need no staging buffer.
     """
     sizes_of_chunks: list[dict[str, BufferSize]] = []
-    for kind in _stage_kinds(stages, resident):
-        for plane in kind.planes:
+    for kind in _placed_kinds(stages, resident):
+        for plane in kind.shape.planes:
             if host_updates and plane.is_off_device(kind.resident):
                 continue
             fetched_names = [
@@ -381,28 +393,23 @@ def _chunk_size(plane: PlaneShape, name: str, begin: int, end: int) -> BufferSiz
     return BufferSize(rounded_up_end - begin // parameters_per_number, dtype)
 
 
-def _stage_kinds(stages: Stages, resident: Sequence[BufferNames]) -> list[_StageKind]:
-    """Return the different kinds of stages, in the order of the first stage of each kind."""
-    positions = {0: "first", stages.count - 1: "last"}
-    planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
-    frozen = dict(zip(planes, stages.frozen, strict=True))
+def _placed_kinds(stages: Stages, resident: Sequence[BufferNames]) -> list[_PlacedKind]:
+    """Return the stages without those that are like earlier ones: of the same kind, and with the same
+    resident buffers. The first stage and the last one have no like.
+    """
     # `dict.fromkeys` removes duplicates, and keeps the order.
-    kinds = dict.fromkeys(
-        (positions.get(index, "middle"), names) for index, names in enumerate(resident)
-    )
-    return [
-        _StageKind(position, planes[position], names, frozen[position]) for position, names in kinds
-    ]
+    different = dict.fromkeys(zip(stages.kind_numbers, resident, strict=True))
+    return [_PlacedKind(stages.kinds[number], names) for number, names in different]
 
 
-def _slot_bytes(kinds: Sequence[_StageKind]) -> int:
+def _slot_bytes(kinds: Sequence[_PlacedKind]) -> int:
     """Return the bytes of one slot for stages of these kinds: their weights, gradients and frozen
     tensors that are not resident.
     """
-    total = max((kind.frozen for kind in kinds if FROZEN not in kind.resident), default=0)
+    total = max((kind.shape.frozen for kind in kinds if FROZEN not in kind.resident), default=0)
     for name in (WEIGHTS, GRADIENT):
         total += device_buffer_bytes(
-            {plane.plane_number: plane.buffers[name] for plane in kind.planes}
+            {plane.plane_number: plane.buffers[name] for plane in kind.shape.planes}
             for kind in kinds
             if name not in kind.resident
         )
@@ -522,8 +529,8 @@ class StreamWay:
         kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
         kept_bytes = kept_by_block * self.blocks_per_stage - self.work.input_bytes
         dense_weight_bytes = dequantised_weight_bytes(self.work)
-        matrix_sizes = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
-        planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
+        planes = self.stages.planes_of_kinds
+        matrix_sizes = [plane.update_unit for plane in planes if plane.update_unit > 1]
         largest_chunk = max(
             end - begin for plane in planes for begin, end in plane.first_and_last_chunk()
         )
@@ -581,7 +588,7 @@ class StreamWay:
             # In the trace all rows share the rotations of one row. With flex attention, each row has
             # its own.
             argument_bytes += 4 * work.config.head_dim * window_tokens
-        # All middle stages have the same update. It is counted for the last of them, whose index is
+        # The largest update of a stage of blocks is counted for the last of them, whose index is
         # count - 2, because most boundaries are on the device then.
         update_peaks = (
             traced.first_update + self._boundary_bytes_in_update(0),
@@ -630,7 +637,7 @@ class StreamWay:
         """
         work = self.work
         recomputed = stored_numbers(work, "none") - stored_numbers(work, work.remat)
-        weights = sum(plane.parameters for plane in self.stages.middle) / self.blocks_per_stage
+        weights = self.stages.block_parameters / self.blocks_per_stage
         gradient_bytes = 0 if work.fused else 4
         inner_gradients = 3 if work.compile == "none" else 2
         numbers = recomputed + inner_gradients * work.inner_numbers

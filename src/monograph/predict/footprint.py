@@ -33,7 +33,13 @@ from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.feed_forward import FeedForward
 from monograph.model.gguf import block_formats
-from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
+from monograph.model.llama import (
+    BlockKind,
+    Llama,
+    feed_forward_of,
+    feed_forward_of_family,
+    kind_of_block,
+)
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.ops.logit_cap import cap_of
@@ -406,6 +412,26 @@ def layer_period(config: LlamaConfig) -> int:
     # With a period, all blocks from this index on repeat the kinds from the beginning. The number of
     # blocks always is one.
     return next(period for period in itertools.count(1) if kinds[period:] == kinds[:-period])
+
+
+def kinds_of_block_stages(config: LlamaConfig, blocks_per_stage: int) -> list[int]:
+    """Return a number for each stage of blocks, by which stages of the same kinds of blocks are known.
+
+    The numbers begin with 0, and a kind that no earlier stage has gets the next number.
+
+    Args:
+        config: the model's shape.
+        blocks_per_stage: the number of blocks in a stage.
+    """
+    kinds = [kind_of_block(config, layer) for layer in range(config.num_hidden_layers)]
+    stages = [
+        kinds[begin : begin + blocks_per_stage] for begin in range(0, len(kinds), blocks_per_stage)
+    ]
+    different: list[list[BlockKind]] = []
+    for stage in stages:
+        if stage not in different:
+            different.append(stage)
+    return [different.index(stage) for stage in stages]
 
 
 def _without_offloaded(curves: list[Curve], work: Work) -> list[Curve]:

@@ -3,9 +3,10 @@ engine's own code.
 
 A stage is some consecutive blocks of a model, or the parts before or after them (`monograph.stream`).
 The traced model has the stage before the blocks, one stage of blocks, and the stage after them, with
-one micro-batch. All stages of blocks are alike. Another stage or micro-batch adds only inputs of
-stages, and the arguments that the model's `begin` gives to all blocks, such as masks and rotations.
-`planner.placement_bytes` counts these in closed form. Nothing is computed and no device is needed.
+one micro-batch. Where stages of blocks differ, one model is traced for each kind. Another stage or
+micro-batch adds only inputs of stages, and the arguments that the model's `begin` gives to all blocks,
+such as masks and rotations. `planner.placement_bytes` counts these in closed form. Nothing is computed
+and no device is needed.
 """
 
 import functools
@@ -23,7 +24,7 @@ from monograph.graph.remat import policy_named
 from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 from monograph.predict.fake_memory import ORIGINS, TRANSIENT, FakeMemory, MemorySample
-from monograph.predict.footprint import Work, token_loss_on
+from monograph.predict.footprint import Work, kinds_of_block_stages, token_loss_on
 from monograph.step import Step, accumulate, update
 from monograph.stream import Placement
 from monograph.stream.parameters import InStages
@@ -83,11 +84,29 @@ class _TracedPasses(Passes):
 def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
     """Return the bytes that the passes and the updates of a streamed model take on the device.
 
+    Of different kinds of stages of blocks, each number is that of the one which takes most.
+
     Args:
         work: the step.
         blocks_per_stage: the number of blocks in a stage.
     """
-    short = replace(work, config=work.config.shortened(blocks_per_stage))
+    kind_numbers = kinds_of_block_stages(work.config, blocks_per_stage)
+    footprints = [
+        _footprint_of_one(work, blocks_per_stage, kind_numbers.index(number) * blocks_per_stage)
+        for number in range(max(kind_numbers) + 1)
+    ]
+    return StageFootprint(*map(max, zip(*footprints, strict=True)))
+
+
+def _footprint_of_one(work: Work, blocks: int, first_block: int) -> StageFootprint:
+    """Return the bytes of a model with only one of the stages of blocks.
+
+    Args:
+        work: the step.
+        blocks: the number of blocks in the stage.
+        first_block: the index of its first block.
+    """
+    short = replace(work, config=work.config.shortened(blocks, first=first_block))
     with FakeMemory(short.config.vocab_size, short.device_type) as memory:
         model = Llama(short.config)
         # Flex attention is not traced. Fused attention without a mask takes its place.
@@ -96,7 +115,7 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         if short.lora:
             install_adapters(model, short.lora, precision=Precision(short.precision))
         # With "next forward", `update` only decides; the stages are updated one by one below.
-        placement = Placement(blocks_per_stage=blocks_per_stage, when="next forward")
+        placement = Placement(blocks_per_stage=blocks, when="next forward")
         parameters = InStages(placement, None, passes=_TracedPasses, fused=short.fused)
         step = Step(
             model,
