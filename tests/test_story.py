@@ -1,8 +1,8 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also sweep adapters, finetune, reinforce on two ranks, prefer, and sweep over what is rewarded
-and preferred.
+Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export, and
+a model that proposes its own tokens; at night also weights rounded in training, a sweep of
+adapters, finetune, reinforce on two ranks, prefer, and sweep over what is rewarded and preferred.
 """
 
 from __future__ import annotations
@@ -163,7 +163,13 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
     gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
     assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
+    # a model that predicts the token after the next one, and proposes it when it writes
+    ahead(monograph, tmp_path)
+
     if taught:
+        # train for a file of 4 bits
+        rounded(monograph, tmp_path)
+
         # adapters on what was exported
         adapted(monograph, tmp_path)
 
@@ -241,6 +247,36 @@ def by_two(monograph: CommandServer, here: Path, run: Path) -> None:
     killed(first, run, "checkpoints/step-0000004*")
     second.signal(signal.SIGKILL)
     second.wait()
+
+
+def ahead(monograph: CommandServer, here: Path) -> None:
+    """Train a model with a head for the token after the next one, and let the head propose tokens."""
+    typed = over(TINY, "model.mtp_num_hidden_layers=1", "train.updates=30", "optim.lr=1e-2")
+    done = monograph.run(here, "train", *typed, "--out", "ahead", figures=0)
+    assert done.code == 0, done.err
+    losses = [row["mtp_loss"] for row in Run(here / "ahead").rows() if "mtp_loss" in row]
+    assert losses[-1] < losses[0] - 1
+    typed = ["generate", "ahead", "alpha ", "--seed", "1", "--max-tokens", "12", "--json"]
+    alone, drafted = (
+        json.loads(monograph.run(here, *typed, *draft).out) for draft in ((), ("--draft", "mtp"))
+    )
+    assert drafted["completions"] == alone["completions"]
+    assert drafted["drafted_tokens"] > 0
+
+
+def rounded(monograph: CommandServer, here: Path) -> None:
+    """Train a model with weights of 4 bits, and let llama.cpp write with their file."""
+    widths = ("model.hidden_size=32", "model.intermediate_size=32")
+    typed = over(TINY, "data.tokenizer=bpe", "data.vocab_size=300", "train.quantize=int4", *widths)
+    done = monograph.run(here, "train", *typed, "--out", "rounded", figures=0)
+    assert done.code == 0, done.err
+    done = monograph.run(here, "export", "rounded", "--to", "rounded.gguf", "--format", "gguf")
+    assert done.code == 0, done.err
+    model, tokenizer = load(here / "rounded")
+    ids = [tokenizer.bos_id, *tokenizer.encode("alpha ")]
+    [ours] = generate(model, tokenizer, [ids], Sampling(temperature=0), max_tokens=6)
+    theirs = LlamaCpp(next((here / "rounded.gguf").glob("*.gguf"))).greedy(ids, 6)["tokens"]
+    assert theirs == ours.token_ids[: len(theirs)]
 
 
 def adapted(monograph: CommandServer, here: Path) -> None:
