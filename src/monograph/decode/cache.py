@@ -166,7 +166,7 @@ class KVCache:
         queries = positions_BT.shape[1]
         if self.one_query_at_a_time and queries > 1:
             # A query sees no position after its own, so the later keys need not be written yet.
-            mixed = list[Tensor]()
+            mixed: list[Tensor] = []
             for place in range(queries):
                 one = slice(place, place + 1)
                 query, key, value = (each[:, :, one] for each in heads)

@@ -432,7 +432,7 @@ class FastForward:
             query_norm, key_norm = norms
             q_gain_2F = query_norm.gain_K
             k_gain_2F = key_norm.gain_K
-        mixed = list[Tensor]()
+        mixed: list[Tensor] = []
         # A launch computes one token per row of the cache (`logits_of_columns`).
         cache_rows = cache.keys[index].shape[1]
         for begin in range(0, len(position_B), cache_rows):
