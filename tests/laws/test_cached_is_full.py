@@ -90,6 +90,11 @@ SHAPES = {
         "rope_local_theta": 1e2, "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "final_logit_softcapping": 3.0,
     },
+    "small gemma4": {
+        "model_type": "gemma4_text", "num_hidden_layers": 4, "sliding_window": 5, "rope_local_theta": 1e2,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION), "global_head_dim": 12,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6,
+    },
 }  # fmt: skip
 
 

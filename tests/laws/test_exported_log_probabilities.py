@@ -371,6 +371,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "rope_theta": draw.choice([100.0, 1e4, 1e6]), "tie_word_embeddings": draw.random() < 0.5 and its.may_tie,
         "num_hidden_layers": layers, "initializer_range": 1.6 / width**0.5,
     }  # fmt: skip
+    # Large scores, which have no factor, would make one rounding in fp32 much larger than another.
+    if its.unscaled_scores:
+        sizes |= {"initializer_range": 1 / width**0.5}
     every = its.full_attention_every
     if its.never_rotates:
         sizes |= {"rope_theta": 1e4}
@@ -451,7 +454,18 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "time_step_min": draw.choice([0.0, 0.0, 0.5]),
         "mlp_only_layers": mostly((), (0,)),
         "clip_qkv": mostly(None, 3.0),
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": draw.random() < 0.5,
+        "hidden_size_per_layer_input": draw.choice([0, 8, 32]),
+        "vocab_size_per_layer_input": draw.choice([0, VOCABULARY + 5]),
     }
+    if "num_kv_shared_layers" in its.optional_keys and draw.random() < 0.5:
+        # Mostly those that llama.cpp has: a layer without a window is the last with keys of its own.
+        shared = own["num_kv_shared_layers"] = mostly(draw.choice([2, 4]), 1, 3)
+        kinds = (SLIDING_ATTENTION, FULL_ATTENTION) * 4
+        sizes |= {"num_hidden_layers": 2 + shared, "layer_types": kinds[: 2 + shared]}
+    if not own["hidden_size_per_layer_input"]:
+        own["vocab_size_per_layer_input"] = 0
     if "partial_rotary_factor" not in sizes:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
     if family == "bamba":

@@ -83,6 +83,11 @@ FAMILIES = {
         rope_local_theta=1e2, global_head_dim=12, attention_k_eq_v=True, num_global_key_value_heads=1,
         final_logit_softcapping=3.0,
     ),
+    "small gemma4": replace(
+        CONFIG, model_type="gemma4_text", num_hidden_layers=4, sliding_window=7, rope_local_theta=1e2,
+        layer_types=("sliding_attention", "full_attention") * 2, global_head_dim=12, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6,
+    ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48

@@ -54,6 +54,9 @@ FAMILIES = {
         "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "final_logit_softcapping": 3.0,
     },
+    "small gemma4": {
+        "model_type": "gemma4_text", "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 6,
+    },
 }  # fmt: skip
 
 

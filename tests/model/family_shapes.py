@@ -97,6 +97,10 @@ OPTIONAL = {
     "global_head_dim": 10,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 70,
     "final_logit_softcapping": 9.0,
     "partial_rotary_factor": 0.67,
     "embedding_multiplier": 3.0,
@@ -154,7 +158,7 @@ def mixed(place: int, family: str) -> dict:
         third = (*its.more_layer_types, its.other_layer_type)[0]
         keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, third)
         if its.last_layer_is_full:
-            keys["layer_types"] = (its.other_layer_type, its.other_layer_type, FULL_ATTENTION)
+            keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, FULL_ATTENTION)
     if its.always_norm_topk_prob:
         keys.pop("norm_topk_prob", None)
     if LONGROPE in its.rope_types:

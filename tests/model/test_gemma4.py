@@ -112,8 +112,10 @@ def test_files_say_in_two_ways_what_heads_a_layer_has(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256 is not supported"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported: only 0 is"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}, "60 is less than vocab_size"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input = -1"),
+        ({"num_kv_shared_layers": 2}, "layer 1 has 'full_attention', and none of the first 1 layers"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3: expected fewer than"),
         ({"enable_moe_block": True}, "enable_moe_block = True is not supported: only False is"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supp"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is not read in this family"),

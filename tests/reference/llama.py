@@ -44,6 +44,8 @@ def _row(weights, config, ids, documents, places):
         torch.tensor(math.sqrt(config.hidden_size)).item() if config.family.embedding_scaled else 1
     )
     stream = [config.embedding_multiplier * scaled * x for x in stream]
+    inputs = _inputs_of_layers(weights, config, ids, stream, padding)
+    kept = {}  # the keys and values of the last layer of each kind that has its own
     for layer in range(config.num_hidden_layers):
         own = {
             name.removeprefix(f"model.layers.{layer}."): value
@@ -73,15 +75,46 @@ def _row(weights, config, ids, documents, places):
         elif kinds[layer] == "conv":
             attended = short_conv.mixed(own, config, normed, documents)
         else:
-            attended = _attention(own, config, normed, documents, turning, window, *rope)
+            attended = _attention(own, config, normed, documents, turning, window, *rope, kept)
         part = config.residual_multiplier
         stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
         if not config.family.has_feed_forward:
             continue
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
+        if "per_layer_input_gate.weight" in own:
+            stream = [
+                x + _norm(_input_branch(own, x, its, config), own["post_per_layer_input_norm.weight"], config)
+                for x, its in zip(stream, inputs[layer], strict=True)
+            ]
         if "layer_scalar" in own:
             stream = [own["layer_scalar"].detach() * x for x in stream]
     return [_norm(x, weights["model.norm.weight"], config) / config.logits_scaling for x in stream]
+
+
+def _inputs_of_layers(weights, config, ids, stream, padding):
+    """What each layer gets of each embedded token, [layers][tokens]."""
+    if not config.hidden_size_per_layer_input:
+        return None
+    table = weights["model.embed_tokens_per_layer.weight"]
+    matrix = weights["model.per_layer_model_projection.weight"]
+    gain = weights["model.per_layer_projection_norm.weight"]
+    size = config.hidden_size_per_layer_input
+    inputs = []
+    for layer in range(config.num_hidden_layers):
+        rows = slice(layer * size, (layer + 1) * size)
+        of_tokens = []
+        for token, x in zip(ids, stream, strict=True):
+            row = table[token].detach() if token == padding else table[token]
+            projected = _norm(matrix[rows] @ x / math.sqrt(config.hidden_size), gain, config)
+            scale = torch.tensor(math.sqrt(size)).item()
+            of_tokens.append((projected + scale * row[rows]) / math.sqrt(2))
+        inputs.append(of_tokens)
+    return inputs
+
+
+def _input_branch(own, x, its, config):
+    gate = own["per_layer_input_gate.weight"] @ x
+    return own["per_layer_projection.weight"] @ (_activated(gate, config) * its)
 
 
 def _places(own, config):
@@ -146,21 +179,24 @@ def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
     if config.family.clamped_gating:
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return down_matrix @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + biases[2]
+    return down_matrix @ (_activated(gate, config) * up)
+
+
+def _activated(gate, config):
     turns = (
         2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
         if config.family.activation[1] == "gelu_pytorch_tanh"
         else gate
     )
-    return down_matrix @ (gate / (1 + torch.exp(-turns)) * up)
+    return gate / (1 + torch.exp(-turns))
 
 
-def _attention(own, config, xs, documents, places, window, theta, scaling):
+def _attention(own, config, xs, documents, places, window, theta, scaling, kept):
     size, key_value_heads = config.head_dim, config.num_key_value_heads
     values_are_keys = config.attention_k_eq_v and window is None
     if window is None:
         size = config.global_head_dim or size
         key_value_heads = config.num_global_key_value_heads or key_value_heads
-    window = window or len(xs)
     group = config.num_attention_heads // key_value_heads
     turned_size = int(size * config.partial_rotary_factor)
     frequencies = [
@@ -211,15 +247,21 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
     def sink(head, largest):
         return torch.exp(own["self_attn.sinks"][head] - largest) if "self_attn.sinks" in own else 0
 
-    queries, keys = heads("q", True), heads("k", True)
-    if values_are_keys:  # what their projection gives, without their norm and rotation
-        own = {name.replace("k_proj", "v_proj"): value for name, value in own.items()}
-    values = heads("v", False)
-    if config.family.value_norm:
-        values = [[_norm(v, 1, config) for v in vs] for vs in values]
+    queries = heads("q", True)
+    if "self_attn.k_proj.weight" in own:
+        keys = heads("k", True)
+        if values_are_keys:  # what their projection gives, without their norm and rotation
+            own = {name.replace("k_proj", "v_proj"): value for name, value in own.items()}
+        values = heads("v", False)
+        if config.family.value_norm:
+            values = [[_norm(v, 1, config) for v in vs] for vs in values]
+        kept[window is None] = keys, values
+    else:
+        keys, values = kept[window is None]
     out = []
     for t in range(len(xs)):
-        visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < window]
+        seen = window or len(xs)
+        visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < seen]
         mixed = []
         for head in range(config.num_attention_heads):
             scores = torch.stack(

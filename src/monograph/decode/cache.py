@@ -81,6 +81,13 @@ class KVCache:
         for layer in range(config.num_hidden_layers):
             mixer = mixer_of(config, layer)
             of_layer = config.of_layer(layer)
+            # A layer that takes its keys and values from another one shares that one's tensors. It writes the
+            # same numbers to them again.
+            source = config.keys_layer(layer)
+            if source != layer:
+                keys.append(keys[source])
+                values.append(values[source])
+                continue
             # Blocks are the outer axis, so that the first blocks, which are all that short texts need, are
             # contiguous. Each layer has its own tensor, since a captured graph that writes to a part of a
             # tensor copies all of it (dev/log.md).
@@ -105,7 +112,7 @@ class KVCache:
         """Return the number of bytes that `allocate` takes for one row."""
         cache = cls.allocate(config, 1, slots, dtype, torch.device("meta"), block)
         return sum(
-            tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.recurrence_tensors())
+            tensor.nbytes for tensor in (*cache.position_tensors(), *cache.recurrence_tensors())
         )
 
     @property
@@ -221,6 +228,10 @@ class KVCache:
             sink_H,
         )
 
+    def position_tensors(self) -> list[Tensor]:
+        """Return all tensors of keys and values; one that several layers share is there once."""
+        return [*{id(tensor): tensor for tensor in (*self.keys, *self.values)}.values()]
+
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return the recurrence of a layer without attention."""
         return self.recurrences[layer_index]
@@ -270,15 +281,14 @@ class KVCache:
         device = self.keys[0].device
         to_rows = tensor_on(rows, device)
         from_rows = tensor_on(source_rows, device)
-        targets = (*self.keys, *self.values)
-        origins = (*source.keys, *source.values)
-        for target, origin in zip(targets, origins, strict=True):
+        tensors = zip(self.position_tensors(), source.position_tensors(), strict=True)
+        for target, origin in tensors:
             target[:blocks].index_copy_(1, to_rows, origin[:blocks].index_select(1, from_rows))
 
     def clear(self, row: int | slice) -> None:
         """Set one or several rows to zero. This is needed after numbers that are not finite."""
         # Attention multiplies the values of slots that it does not see by 0, and 0 times NaN is NaN.
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.position_tensors():
             tensor[:, row] = 0
         for tensor in self.recurrence_tensors():
             tensor[row] = 0

@@ -102,6 +102,12 @@ class LlamaConfig:
             attention_k_eq_v. 0: num_key_value_heads.
         attention_k_eq_v: whether layers without a window have no projection of values, and take the
             key projection's result, before its norm and rotation, instead.
+        num_kv_shared_layers: number of layers at the end that have no keys and values of their own, and
+            attend to those of the last layer before them with the same layer type.
+        use_double_wide_mlp: whether the feed-forward layers of these layers are twice as wide.
+        hidden_size_per_layer_input: width of what each layer gets of the embedded tokens
+            (`monograph.model.layer_inputs`). 0: layers get nothing of them.
+        vocab_size_per_layer_input: rows of the table of these inputs. 0: vocab_size.
         final_logit_softcapping: cap of the logits (`monograph.ops.logit_cap`), or None.
         logits_scaling: divisor of the logits. The decoder divides the final hidden states by it.
         num_experts: number of experts of a mixture, in families with mixtures. 0: a model of a family
@@ -177,6 +183,10 @@ class LlamaConfig:
     global_head_dim: int = 0
     num_global_key_value_heads: int = 0
     attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
     final_logit_softcapping: float | None = None
     logits_scaling: float = 1.0
     num_experts: int = 0
@@ -261,7 +271,14 @@ class LlamaConfig:
             if value is None and may_be_none:
                 continue
             check_positive_number(name, value)
-        for name in ("query_pre_attn_scalar", "global_head_dim", "num_global_key_value_heads"):
+        for name in (
+            "query_pre_attn_scalar",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            "num_kv_shared_layers",
+            "hidden_size_per_layer_input",
+            "vocab_size_per_layer_input",
+        ):
             if getattr(self, name) != 0:
                 check_positive_integer(name, getattr(self, name))
         if self.initializer_range > 1:
@@ -275,6 +292,7 @@ class LlamaConfig:
             "tie_word_embeddings",
             "attention_bias",
             "attention_k_eq_v",
+            "use_double_wide_mlp",
             "norm_topk_prob",
             "output_router_logits",
             "mamba_conv_bias",
@@ -346,7 +364,8 @@ class LlamaConfig:
         layers = self.mtp_num_hidden_layers
         if isinstance(layers, bool) or layers not in (0, 1):
             raise InputRefused(f"mtp_num_hidden_layers = {layers!r}: expected 0 or 1")
-        if layers and not self.family.has_feed_forward:
+        has_other_blocks = self.hidden_size_per_layer_input or self.num_kv_shared_layers
+        if layers and (has_other_blocks or not self.family.has_feed_forward):
             raise InputRefused(
                 f"mtp_num_hidden_layers = 1 is not supported with model_type = {self.model_type!r}: leave it out"
             )
@@ -386,11 +405,44 @@ class LlamaConfig:
             )
         if self.num_global_key_value_heads:
             self._check_multiple("num_attention_heads", "num_global_key_value_heads")
+        self._check_shared_keys()
+        self._check_layer_inputs()
         rotations = list(self.no_rope_layers)
         are_flags = all(value in (0, 1) for value in rotations)
         if rotations and not (len(rotations) == layers and are_flags):
             raise InputRefused(
                 f"no_rope_layers = {rotations}: expected 0 or 1 for each of {layers} layers"
+            )
+
+    def _check_shared_keys(self) -> None:
+        """Check that each layer without keys and values of its own finds a layer to take them from."""
+        shared = self.num_kv_shared_layers
+        if not shared:
+            return
+        own = self.num_hidden_layers - shared
+        if own < 1:
+            raise InputRefused(
+                f"num_kv_shared_layers = {shared}: expected fewer than num_hidden_layers = {self.num_hidden_layers}"
+            )
+        sources = {self._layer_name(layer) for layer in range(own)}
+        for layer in range(own, self.num_hidden_layers):
+            if self._layer_name(layer) not in sources:
+                raise InputRefused(
+                    f"num_kv_shared_layers = {shared}: layer {layer} has {self._layer_name(layer)!r}, and none of the "
+                    f"first {own} layers has it, so that there are no keys and values to share"
+                )
+
+    def _check_layer_inputs(self) -> None:
+        """Check that each token has a row in the table of the layers' inputs."""
+        rows = self.vocab_size_per_layer_input
+        if rows and not self.hidden_size_per_layer_input:
+            raise InputRefused(
+                f"vocab_size_per_layer_input = {rows} needs hidden_size_per_layer_input"
+            )
+        if rows and rows < self.vocab_size:
+            raise InputRefused(
+                f"vocab_size_per_layer_input = {rows} is less than vocab_size = {self.vocab_size}, so that some tokens "
+                "would have no input for layers"
             )
 
     def _unify_equal_values(self) -> None:
@@ -421,6 +473,10 @@ class LlamaConfig:
             self._set("global_head_dim", 0)
         if self.num_global_key_value_heads == self.num_key_value_heads:
             self._set("num_global_key_value_heads", 0)
+        if self.vocab_size_per_layer_input == self.vocab_size:
+            self._set("vocab_size_per_layer_input", 0)
+        if not self.num_kv_shared_layers:
+            self._set("use_double_wide_mlp", False)
 
     def _check_token_ids(self) -> None:
         """Check the ids, and replace a pad_token_id that counts from the end."""
@@ -651,20 +707,60 @@ class LlamaConfig:
         )
 
     def of_layer(self, layer: int) -> Self:
-        """Return the configuration in which `head_dim`, `num_key_value_heads` and `attention_k_eq_v` are those
-        of a layer.
+        """Return the configuration in which the fields that differ between layers are those of a layer:
+        `head_dim`, `num_key_value_heads`, `attention_k_eq_v` and `intermediate_size`.
 
-        In most families it is this configuration, because all layers have the same heads.
+        Its `num_kv_shared_layers` is 1 if the layer takes its keys and values from another one, or 0. In
+        most families it is this configuration, because all layers are alike in these.
         """
-        if not (self.global_head_dim or self.num_global_key_value_heads or self.attention_k_eq_v):
-            return self
-        own: dict[str, Any] = {"attention_k_eq_v": False}
-        if self.window(layer) is None:
-            own = {
-                "head_dim": self.global_head_dim or self.head_dim,
-                "num_key_value_heads": self.num_global_key_value_heads or self.num_key_value_heads,
+        own: dict[str, Any] = {}
+        if self.global_head_dim or self.num_global_key_value_heads or self.attention_k_eq_v:
+            own = {"attention_k_eq_v": False}
+            if self.window(layer) is None:
+                own = {
+                    "head_dim": self.global_head_dim or self.head_dim,
+                    "num_key_value_heads": self.num_global_key_value_heads
+                    or self.num_key_value_heads,
+                }
+            own |= {"global_head_dim": 0, "num_global_key_value_heads": 0}
+        if self.num_kv_shared_layers:
+            takes_keys = self.keys_layer(layer) != layer
+            is_wide = takes_keys and self.use_double_wide_mlp
+            own |= {
+                "num_kv_shared_layers": int(takes_keys),
+                "use_double_wide_mlp": False,
+                "intermediate_size": self.intermediate_size * (2 if is_wide else 1),
             }
-        return self._changed(**own, global_head_dim=0, num_global_key_value_heads=0)
+        return self._changed(**own) if own else self
+
+    @property
+    def is_chain(self) -> bool:
+        """Return whether a block computes with its parameters and the result of the block before, and
+        with nothing else that has a gradient. Only then can blocks be streamed one by one.
+        """
+        return not (self.num_kv_shared_layers or self.hidden_size_per_layer_input)
+
+    def keys_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: its own index, or that of an earlier
+        layer (`num_kv_shared_layers`).
+        """
+        first_without = self.num_hidden_layers - self.num_kv_shared_layers
+        if layer < first_without:
+            return layer
+        kind = self._layer_name(layer)
+        return max(other for other in range(first_without) if self._layer_name(other) == kind)
+
+    def gives_keys(self, layer: int) -> bool:
+        """Return whether a later layer attends to the keys and values of a layer."""
+        first_without = self.num_hidden_layers - self.num_kv_shared_layers
+        takers = range(first_without, self.num_hidden_layers)
+        return layer < first_without and any(self.keys_layer(taker) == layer for taker in takers)
+
+    def _layer_name(self, layer: int) -> str:
+        """Return the name of a layer's kind in `layer_types`."""
+        if self.layer_types:
+            return self.layer_types[layer]
+        return FULL_ATTENTION if self.sliding_window is None else SLIDING_ATTENTION
 
     def _changed(self, **values: Any) -> Self:
         """Return a copy with other values, which are not checked."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # The keys that only files of this family have, and the fields of `LlamaConfig` that these files have not.
 KEYS = (
     "enable_moe_block",
-    "hidden_size_per_layer_input",
-    "num_kv_shared_layers",
     "per_layer_config",
     "use_bidirectional_attention",
 )
@@ -36,13 +34,13 @@ DEFAULTS: dict[str, Any] = {
     "global_head_dim": 512,
     "enable_moe_block": False,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
     "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
 }
 # Values of these keys for which nothing has to be computed that is not computed here.
 _OFF = {
     "enable_moe_block": (False,),
-    "hidden_size_per_layer_input": (0, None),
-    "num_kv_shared_layers": (0,),
     # With "vision" only pictures attend to later positions.
     "use_bidirectional_attention": (None, "vision"),
 }
@@ -66,8 +64,12 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InputRefused("rope_scaling is not read in this family: expected rope_parameters")
     layer_types = _layer_types(values)
     head_dim, key_value_heads = _heads_without_window(values, layer_types)
+    input_width = values.get("hidden_size_per_layer_input") or 0
+    input_rows = values.get("vocab_size_per_layer_input") if input_width else 0
     return {
         **values,
+        "hidden_size_per_layer_input": input_width,
+        "vocab_size_per_layer_input": input_rows,
         "layer_types": layer_types,
         "rope_parameters": _rope_tables(values),
         "global_head_dim": head_dim,
@@ -162,6 +164,8 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "global_head_dim": config.global_head_dim or config.head_dim,
         "num_global_key_value_heads": config.num_global_key_value_heads or None,
         "enable_moe_block": False,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": config.hidden_size_per_layer_input,
+        "vocab_size_per_layer_input": config.vocab_size_per_layer_input or config.vocab_size,
+        "num_kv_shared_layers": config.num_kv_shared_layers,
+        "use_double_wide_mlp": config.use_double_wide_mlp,
     }

@@ -97,6 +97,9 @@ _SMOLLM3_INTERVAL = 4
 _OUTER_NAMES = {
     "model.embed_tokens": "token_embd",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 # The divisor of the frequency of a pair of channels that is not rotated. llama.cpp's own converter writes the
 # same number.
@@ -112,6 +115,9 @@ _BLOCK_NAMES = {
     "self_attn.sinks": "attn_sinks",
     "self_attn.qkv_proj": "attn_qkv",
     "layer_scalar": "layer_output_scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
 }
 
 
@@ -251,6 +257,7 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
     for mixer in _mixers(config):
         mixer.require_llama_cpp(config)
     _check_unrotated_layers(config)
+    _check_shared_keys(config)
     if isinstance(config.rope_scaling, Llama3Scaling) and not llama_cpp.reads_rope_divisors:
         raise InputRefused(
             f"rope_scaling = 'llama3' is not computed by llama.cpp for a {model_type}{USE_HF}"
@@ -290,6 +297,22 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
         )
 
 
+def _check_shared_keys(config: LlamaConfig) -> None:
+    """Refuse layers that take their keys from other layers than those from which llama.cpp takes them.
+
+    It takes them from the last layer with keys of its own, and for layers with a window from the one
+    before that.
+    """
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    for layer in range(own, config.num_hidden_layers):
+        source = own - 1 if config.window(layer) is None else own - 2
+        if config.keys_layer(layer) != source:
+            raise InputRefused(
+                f"num_kv_shared_layers = {config.num_kv_shared_layers}: layer {layer} takes its keys from layer "
+                f"{config.keys_layer(layer)}, and llama.cpp takes them from layer {source}{USE_HF}"
+            )
+
+
 def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights.
 
@@ -303,6 +326,8 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     if config.global_head_dim:
         width = config.num_attention_heads * config.global_head_dim
         row_lengths["num_attention_heads * global_head_dim"] = width
+    if config.hidden_size_per_layer_input:
+        row_lengths["hidden_size_per_layer_input"] = config.hidden_size_per_layer_input
     for mixer in _mixers(config):
         row_lengths |= mixer.llama_cpp_row_lengths(config)
     for key, length in row_lengths.items():
@@ -420,7 +445,11 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     mixers = [mixer_of(config, layer) for layer in range(config.num_hidden_layers)]
-    if config.family.has_feed_forward:
+    if config.use_double_wide_mlp:
+        layers = range(config.num_hidden_layers)
+        widths = [config.of_layer(layer).intermediate_size for layer in layers]
+        writer.add_feed_forward_length(widths)
+    elif config.family.has_feed_forward:
         writer.add_feed_forward_length(config.intermediate_size)
     else:
         writer.add_feed_forward_length([mixer.inner_width(config) for mixer in mixers])
@@ -447,6 +476,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     if llama_cpp.needs_layer_norm_eps:
         writer.add_layer_norm_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if config.num_kv_shared_layers:
+        writer.add_shared_kv_layers(config.num_kv_shared_layers)
     if isinstance(config.rope_scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
@@ -491,7 +522,7 @@ def _add_windows_by_layer(writer: GGUFWriter, config: LlamaConfig) -> None:
     writer.add_rope_dimension_count_swa(config.rotary_dim)
     local_theta, _ = config.theta_and_scaling(local=True)
     writer.add_rope_freq_base_swa(local_theta)
-    writer.add_embedding_length_per_layer_input(0)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     # Without this key llama.cpp takes a cap of 30, and 0 is none.
     writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
 
@@ -557,6 +588,10 @@ def llama_cpp_tensors(
             # Such a norm multiplies by 1 + weight. llama.cpp multiplies by the number in the file.
             read = _read_and_change(read, lambda weight: 1 + weight)
         if module in outer_names:
+            if module == "model.embed_tokens_per_layer":
+                # llama.cpp wants as many rows as there are tokens.
+                like = like[: config.vocab_size]
+                read = _read_and_change(read, lambda table: table[: config.vocab_size])
             yield UnreadTensor(f"{outer_names[module]}.{suffix}", like, read)
             is_embedding = module == "model.embed_tokens"
             if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:

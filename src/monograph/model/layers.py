@@ -17,9 +17,9 @@ from monograph.graph.balance import Balance
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.feed_forward import FeedForward
-from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
+from monograph.model.mixer import KeysAndValues, LayerCache, Mixer, VisiblePositions
 from monograph.model.rope import CosSin, rotate, rotate_heads
-from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
+from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 
@@ -93,7 +93,8 @@ class Attention(Mixer):
     query projection gives for each head its query and then its gate, which have the same width.
 
     Where `values_are_keys`, there is no v_proj: values are what k_proj gives, before the norm and the
-    rotation of keys.
+    rotation of keys. Where `takes_keys`, there are neither k_proj nor v_proj: the layer attends to the keys
+    and values of an earlier layer.
     """
 
     name = "self_attn"
@@ -111,12 +112,18 @@ class Attention(Mixer):
         self.is_gated = config.family.gated_attention
         query_and_gate_width = 2 * query_width if self.is_gated else query_width
         self.q_proj = Linear(config.hidden_size, query_and_gate_width, bias=qkv_bias)
-        self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+        self.takes_keys = config.num_kv_shared_layers > 0
+        # Whether a later layer takes the keys and values of this one; its block sets it.
+        self.gives_keys = False
         self.values_are_keys = config.attention_k_eq_v
-        if self.values_are_keys:
-            self.siblings = ("q_proj", "k_proj")
+        if self.takes_keys:
+            self.siblings = ("q_proj",)
         else:
-            self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+            self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
+            if self.values_are_keys:
+                self.siblings = ("q_proj", "k_proj")
+            else:
+                self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         output_bias = config.attention_bias and config.family.output_bias
         self.o_proj = Linear(query_width, config.hidden_size, bias=output_bias)
         # True: queries and keys are normalised over all heads together. False: over each head, or not at
@@ -129,7 +136,7 @@ class Attention(Mixer):
             self.k_norm = make_norm(config, key_value_width)
         elif config.family.qk_norm == "heads":
             self.q_norm = make_norm(config, config.head_dim)
-            self.k_norm = make_norm(config, config.head_dim)
+            self.k_norm = make_norm(config, config.head_dim) if not self.takes_keys else nn.Identity()
         else:
             self.q_norm = nn.Identity()
             self.k_norm = nn.Identity()
@@ -155,7 +162,8 @@ class Attention(Mixer):
         cos_sin_B1TF: CosSin | None,
         mask: Mask,
         cache: LayerCache | None = None,
-    ) -> Tensor:
+        taken: KeysAndValues | None = None,
+    ) -> Tensor | tuple[Tensor, KeysAndValues]:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
 
         With gates, attention's result is multiplied by sigmoid(gate) before o_proj. In some families the
@@ -167,16 +175,45 @@ class Attention(Mixer):
             mask: the result of `monograph.model.llama.attention_mask`. It is not read if there is a
                 cache.
             cache: the block's view of a cache; None: the pass has no cache.
+            taken: the keys and values of the layer from which this one takes them; None: it has its own.
+
+        Returns:
+            The result, [B, T, D]; with `gives_keys` also the keys and values of the pass's tokens.
         """
         query_BTX = self.q_proj(hidden_BTD)
-        key_BTX = self.k_proj(hidden_BTD)
-        value_BTX = key_BTX if self.values_are_keys else self.v_proj(hidden_BTD)
         if self.is_gated:
             # q_proj's channels are head by head, each head's query before its gate.
             query_and_gate_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
             query_BTHE, gate_BTHE = query_and_gate_BTH2E.unbind(-2)
             query_BTX = query_BTHE.flatten(2)
             gate_BTX = gate_BTHE.flatten(2)
+        if taken is None:
+            key_BTX = self.k_proj(hidden_BTD)
+            value_BTX = key_BTX if self.values_are_keys else self.v_proj(hidden_BTD)
+            heads = self._heads(query_BTX, key_BTX, value_BTX, cos_sin_B1TF)
+        else:
+            heads = self._query_heads(query_BTX, cos_sin_B1TF), *taken
+        if cache is None:
+            mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
+        else:
+            mixed_BHTE = cache.cache.attend(
+                cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks
+            )
+        mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
+        if self.is_gated:
+            mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
+        result_BTD = self.o_proj(mixed_BTX)
+        if self.gives_keys:
+            return result_BTD, KeysAndValues(*heads[1:])
+        return result_BTD
+
+    def _heads(
+        self, query_BTX: Tensor, key_BTX: Tensor, value_BTX: Tensor, cos_sin_B1TF: CosSin | None
+    ) -> Heads:
+        """Return queries, keys and values as attention takes them: normalised, rotated and scaled.
+
+        The arguments are what the projections give; see `forward`.
+        """
         if self.norms_over_all_heads:
             query_BTX = self.q_norm(query_BTX)
             key_BTX = self.k_norm(key_BTX)
@@ -213,17 +250,16 @@ class Attention(Mixer):
                     )
                     for each in (query_BHTE, key_BKTE)
                 )
-        heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
-        if cache is None:
-            mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
-        else:
-            mixed_BHTE = cache.cache.attend(
-                cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks
+        return self.scale_query(query_BHTE), key_BKTE, value_BKTE
+
+    def _query_heads(self, query_BTX: Tensor, cos_sin_B1TF: CosSin | None) -> Tensor:
+        """Return the queries of a layer that takes its keys, as `_heads` does."""
+        query_BHTE = self.q_norm(query_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        if cos_sin_B1TF is not None:
+            query_BHTE = rotate(
+                query_BHTE, cos_sin_B1TF, self.device_type, interleaved=self.interleaved_rotary
             )
-        mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
-        if self.is_gated:
-            mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
-        return self.o_proj(mixed_BTX)
+        return self.scale_query(query_BHTE)
 
     def use_attention(self, impl: Impl, kernel: AttentionKernel, device_type: str) -> None:
         """Set the implementation, the kernel and the device; see `Llama.use_attention`."""

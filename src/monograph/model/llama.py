@@ -26,11 +26,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.errors import InputRefused
 from monograph.graph.balance import Balance, balance_of
-from monograph.model import mixture_keys
+from monograph.model import layer_inputs, mixture_keys
 from monograph.model.config import LlamaConfig
 from monograph.model.feed_forward import FeedForward, NoFeedForward
-from monograph.model.layers import MLP, Linear, make_norm, make_scale
-from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of, mixers_of_family
+from monograph.model.layers import MLP, Attention, Linear, make_norm, make_scale
+from monograph.model.mixer import (
+    Cache,
+    KeysAndValues,
+    LayerCache,
+    Mixer,
+    mixer_of,
+    mixers_of_family,
+)
 from monograph.model.mixture import Mixture
 from monograph.model.mtp import MultiTokenPredictor
 from monograph.model.rope import CosSin, cos_sin
@@ -224,6 +231,17 @@ def kind_of_block(config: LlamaConfig, layer: int) -> BlockKind:
     )
 
 
+class BlockArguments(NamedTuple):
+    """The arguments of a block after the hidden states; see `Block.forward`."""
+
+    cos_sin_B1TF: CosSin | None
+    mask: Mask
+    cache: LayerCache | None = None
+    balance: Balance | None = None
+    input_BTP: Tensor | None = None
+    taken: KeysAndValues | None = None
+
+
 class Block(nn.Module):
     """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
@@ -232,7 +250,8 @@ class Block(nn.Module):
     first of these sums. Each family has some of the four norms. s is config.residual_multiplier. Each
     block can be compiled by itself, or recomputed by itself in the backward pass.
 
-    In some families x is at last multiplied by `layer_scalar`, a number that is stored with the block's
+    With config.hidden_size_per_layer_input a third sum follows (`monograph.model.layer_inputs`). In some
+    families x is at last multiplied by `layer_scalar`, a number that is stored with the block's
     parameters. As in transformers, it is not trained: its gradient is 0.
     """
 
@@ -243,12 +262,19 @@ class Block(nn.Module):
         self._add_norm(config, self.norm_names.before_attention)
         mixer_class = mixer_of(config, layer)
         self.mixer_name = mixer_class.name
-        self.add_module(self.mixer_name, mixer_class(config.of_layer(layer), impl))
+        of_layer = config.of_layer(layer)
+        mixer = mixer_class(of_layer, impl)
+        if isinstance(mixer, Attention):
+            mixer.gives_keys = config.gives_keys(layer)
+        self.add_module(self.mixer_name, mixer)
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
         self.has_mlp = config.family.has_feed_forward
-        self.mlp = feed_forward_of(config, layer)(config)
+        self.mlp = feed_forward_of(config, layer)(of_layer)
         self._add_norm(config, self.norm_names.after_mlp)
+        _, self.activation = config.family.activation
+        if config.hidden_size_per_layer_input:
+            layer_inputs.add_to_block(self, config)
         self.scale_branch = make_scale(config.residual_multiplier)
         # A parameter and no buffer, so that engines, checkpoints and exports keep it like any other.
         self.layer_scalar: nn.Parameter | None = None
@@ -279,7 +305,9 @@ class Block(nn.Module):
         mask: Mask,
         cache: LayerCache | None = None,
         balance: Balance | None = None,
-    ) -> Tensor:
+        input_BTP: Tensor | None = None,
+        taken: KeysAndValues | None = None,
+    ) -> Tensor | tuple[Tensor, KeysAndValues]:
         """Map [B, T, D] to [B, T, D].
 
         Args:
@@ -290,21 +318,36 @@ class Block(nn.Module):
             balance: each token's document and share, for the gradient of a mixture's balance loss
                 (`monograph.graph.balance`). None: the block has no mixture, or that loss is not
                 trained.
+            input_BTP: the layer's own input, see `monograph.model.layer_inputs`; None: it has none.
+            taken: the keys and values that the layer takes from another one; None: it has its own.
+
+        Returns:
+            The residual stream, [B, T, D]; if a later layer takes the keys and values of this one
+            (`LlamaConfig.gives_keys`), these, too.
         """
         names = self.norm_names
         normed_BTD = self._normalise(names.before_attention, hidden_BTD)
-        branch_BTD = self.mixer(normed_BTD, cos_sin_B1TF, mask, cache)
+        if taken is None:
+            mixed = self.mixer(normed_BTD, cos_sin_B1TF, mask, cache)
+        else:
+            mixed = self.mixer(normed_BTD, cos_sin_B1TF, mask, cache, taken)
+        branch_BTD, given = mixed if isinstance(mixed, tuple) else (mixed, None)
         hidden_BTD = hidden_BTD + self.scale_branch(
             self._normalise(names.after_attention, branch_BTD)
         )
-        if not self.has_mlp:
-            return hidden_BTD
-        normed_BTD = self._normalise(names.before_mlp, hidden_BTD)
-        branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
-        hidden_BTD = hidden_BTD + self.scale_branch(self._normalise(names.after_mlp, branch_BTD))
-        if self.layer_scalar is None:
-            return hidden_BTD
-        return hidden_BTD * self.layer_scalar.detach().to(hidden_BTD.dtype)
+        if self.has_mlp:
+            normed_BTD = self._normalise(names.before_mlp, hidden_BTD)
+            branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
+            hidden_BTD = hidden_BTD + self.scale_branch(
+                self._normalise(names.after_mlp, branch_BTD)
+            )
+        if input_BTP is not None:
+            hidden_BTD = hidden_BTD + layer_inputs.branch(
+                self, self.activation, hidden_BTD, input_BTP
+            )
+        if self.layer_scalar is not None:
+            hidden_BTD = hidden_BTD * self.layer_scalar.detach().to(hidden_BTD.dtype)
+        return hidden_BTD if given is None else (hidden_BTD, given)
 
 
 def is_never_trained(name: str) -> bool:
@@ -329,6 +372,8 @@ class Decoder(nn.Module):
             Block(config, impl, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = make_norm(config, config.hidden_size)
+        if config.hidden_size_per_layer_input:
+            layer_inputs.add_to_decoder(self, config)
 
 
 # `takes_no_gradients` declares that the forward pass does not call autograd itself. So matrix products of the
@@ -421,14 +466,24 @@ class Llama(nn.Module):
             raise ValueError("a cache holds one document per row: give positions, not segments")
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        hidden_BTD, layer_inputs = self.begin(tokens_BT, segments, positions, shares)
-        for index, (block, inputs) in enumerate(zip(self.model.layers, layer_inputs, strict=True)):
+        hidden_BTD, block_arguments = self.begin(tokens_BT, segments, positions, shares)
+        given: dict[int, KeysAndValues] = {}  # by the index of the layer that gives them
+        for index, (block, arguments) in enumerate(
+            zip(self.model.layers, block_arguments, strict=True)
+        ):
+            layer_cache = None
             if cache is not None:
                 layer_cache = LayerCache(
                     cache, index, positions.expand_as(tokens_BT), self.config.window(index)
                 )
-                inputs = (*inputs, layer_cache)
-            hidden_BTD = block(hidden_BTD, *inputs)
+            arguments = arguments._replace(
+                cache=layer_cache, taken=given.get(self.config.keys_layer(index))
+            )
+            result = block(hidden_BTD, *arguments)
+            if self.config.gives_keys(index):
+                hidden_BTD, given[index] = result
+            else:
+                hidden_BTD = result
         return self.end(hidden_BTD)
 
     def begin(
@@ -437,7 +492,7 @@ class Llama(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
         shares: Tensor | None = None,
-    ) -> tuple[Tensor, list[tuple[object, ...]]]:
+    ) -> tuple[Tensor, list[BlockArguments]]:
         """Return the embedded tokens, and for each block its arguments after the hidden states.
 
         `forward` is `begin`, then all blocks, then `end`. A caller can run the blocks itself, as
@@ -447,16 +502,25 @@ class Llama(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        layer_inputs: list[tuple[object, ...]] = [
-            *self.attention_inputs(tokens_BT, segments, positions)
+        arguments = [
+            BlockArguments(layer_cos_sin, mask)
+            for layer_cos_sin, mask in self.attention_inputs(tokens_BT, segments, positions)
         ]
         if shares is not None:
             balance = balance_of(segments, shares * self.balance_factor)
             for layer in range(self.config.num_hidden_layers):
                 if cast(Block, self.model.layers[layer]).mlp.has_balance:
-                    no_cache = None  # `cache` comes before `balance` in the arguments of a block
-                    layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
-        return self._embedded(tokens_BT), layer_inputs
+                    arguments[layer] = arguments[layer]._replace(balance=balance)
+        embedded_BTD = self._embedded(tokens_BT)
+        if self.config.hidden_size_per_layer_input:
+            inputs = layer_inputs.inputs_of_layers(
+                self.model, self.config, tokens_BT, embedded_BTD
+            )
+            arguments = [
+                each._replace(input_BTP=input_BTP)
+                for each, input_BTP in zip(arguments, inputs, strict=True)
+            ]
+        return embedded_BTD, arguments
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         """Return the embedded tokens, [B, T, D]."""
@@ -513,9 +577,16 @@ class Llama(nn.Module):
         return self.scale_last(self.model.norm(hidden_BTD))
 
     @property
+    def is_chain(self) -> bool:
+        """Return whether blocks can run one by one (`LlamaConfig.is_chain`)."""
+        return self.config.is_chain
+
+    @property
     def parts_before(self) -> list[nn.Module]:
         """Return the modules whose parameters `begin` reads."""
-        return [self.model.embed_tokens]
+        if not self.config.hidden_size_per_layer_input:
+            return [self.model.embed_tokens]
+        return [self.model.embed_tokens, *layer_inputs.modules_of_decoder(self.model)]
 
     @property
     def parts_after(self) -> list[nn.Module]:
@@ -570,7 +641,7 @@ class Llama(nn.Module):
         # Layers with a window may have another base of the rotary positions (`has_local_theta`), and layers
         # without one another width of a head.
         cos_sin_by_kind: dict[tuple[bool, int], CosSin] = {}
-        layer_inputs: list[tuple[CosSin | None, Mask]] = []
+        of_layers: list[tuple[CosSin | None, Mask]] = []
         for layer, window in enumerate(windows):
             layer_cos_sin = None
             if config.rotates(layer):
@@ -583,8 +654,8 @@ class Llama(nn.Module):
             mask: Mask = segments
             if not reads_segments[layer]:
                 mask = mask_by_window[window]
-            layer_inputs.append((layer_cos_sin, mask))
-        return layer_inputs
+            of_layers.append((layer_cos_sin, mask))
+        return of_layers
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V].

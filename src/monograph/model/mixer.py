@@ -83,6 +83,18 @@ class Cache(Protocol):
         ...
 
 
+class KeysAndValues(NamedTuple):
+    """The keys and values of a pass's tokens, which later layers may attend to, too.
+
+    Attributes:
+        key_BKTE: the keys, after norm and rotation.
+        value_BKTE: the values.
+    """
+
+    key_BKTE: Tensor
+    value_BKTE: Tensor
+
+
 class LayerCache(NamedTuple):
     """One block's view of a cache.
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from monograph.errors import InputRefused
+from monograph.model import layer_inputs
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Block, Llama, feed_forward_of, kind_of_block
 
@@ -24,10 +25,13 @@ _LAYERS = "model.layers."
 _NOT_SIZES = {
     "num_hidden_layers",
     "mtp_num_hidden_layers",
+    "num_kv_shared_layers",
     "pad_token_id",
     "bos_token_id",
     "eos_token_id",
 }
+# What a model of one layer has otherwise than the model.
+_ONE_LAYER = {"num_hidden_layers": 1, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 
 
 def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
@@ -55,8 +59,18 @@ def outer_shapes(config: LlamaConfig) -> Shapes:
 
     A tied head is left out.
     """
-    with_one_layer = _replace_unchecked(config, "num_hidden_layers", 1)
-    all_shapes = _shapes_of_module(config, lambda: Llama(with_one_layer))
+    with_one_layer = config
+    for key, value in _ONE_LAYER.items():
+        with_one_layer = _replace_unchecked(with_one_layer, key, value)
+
+    def build() -> nn.Module:
+        model = Llama(with_one_layer)
+        if config.hidden_size_per_layer_input:
+            # Their sizes depend on the number of layers.
+            layer_inputs.add_to_decoder(model.model, config)
+        return model
+
+    all_shapes = _shapes_of_module(config, build)
     return {name: shape for name, shape in all_shapes.items() if not name.startswith(_LAYERS)}
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.graph.mmap_weights import MappedWeight, kept_dtype, replace_data
 from monograph.graph.token_rows import ROWS, TableWithRows, tables_with_rows
+from monograph.model import layer_inputs
 from monograph.model.files import DTYPES, StoredTensor, read_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
@@ -179,7 +180,8 @@ ROWS_AT_ONCE = 4096
 
 @torch.no_grad()
 def set_new_rows(model: Llama, known: int, tokens: int) -> None:
-    """Give new tokens rows in the embedding and in the head, in place: the mean of all known rows.
+    """Give new tokens rows in the embedding, in the head and in the table of layers' inputs, in place: the
+    mean of all known rows.
 
         W[i] = mean of W[0] ... W[known - 1],   known <= i < tokens
 
@@ -197,15 +199,23 @@ def set_new_rows(model: Llama, known: int, tokens: int) -> None:
     layers: list[nn.Embedding | nn.Linear] = [model.model.embed_tokens]
     if not model.config.tie_word_embeddings:
         layers.append(model.lm_head)
+    if model.config.hidden_size_per_layer_input:
+        layers.append(layer_inputs.table_of(model.model))
     for layer in layers:
         weight = layer.weight
         # A mapped weight is copied into memory, because a mapped file must not be changed.
         in_memory = weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight))
         replace_data(weight, in_memory)
         layer.weight = _with_new_rows(weight, known, tokens)
-    model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
+    rows = max(model.config.vocab_size, tokens)
+    input_rows = model.config.vocab_size_per_layer_input
+    if input_rows:
+        input_rows = max(input_rows, tokens)
+    model.config = replace(model.config, vocab_size=rows, vocab_size_per_layer_input=input_rows)
     model.tie_weights()
-    model.model.embed_tokens.num_embeddings = model.config.vocab_size
+    for layer in layers:
+        if isinstance(layer, nn.Embedding):
+            layer.num_embeddings = layer.weight.shape[0]
     model.lm_head.out_features = model.config.vocab_size
 
 

@@ -151,11 +151,12 @@ def can_stream(training: Work) -> bool:
     """Return whether the weights of a training can be streamed.
 
     Streaming rounds no weights, and has no stage for a head for multi-token prediction. It runs each block
-    twice, which must drop the same inputs of adapters.
+    twice, which must drop the same inputs of adapters, and hands on one tensor from block to block.
     """
     drops_inputs = training.lora is not None and training.lora.dropout > 0
     has_head = training.config.mtp_num_hidden_layers > 0
-    return training.quantize == "none" and not has_head and not drops_inputs
+    is_possible = training.config.is_chain and not has_head
+    return is_possible and training.quantize == "none" and not drops_inputs
 
 
 def stream_candidates(

@@ -39,11 +39,14 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
     Of a mixture of E experts, only the k that compute a token are counted: E·d + 3·k·d·d_expert in
     place of 3·d·d_ff. The input embedding is not counted, as it is a lookup. Norms and biases are
-    not counted, as they are elementwise. Unit: parameters.
+    not counted, as they are elementwise. The projection that gives layers their own inputs
+    (`monograph.model.layer_inputs`) counts, too. Unit: parameters.
     """
-    return (
-        sum(map(math.prod, active_matrix_shapes(config))) + config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    layer_inputs = (
+        config.num_hidden_layers * config.hidden_size_per_layer_input * config.hidden_size
     )
+    return sum(map(math.prod, active_matrix_shapes(config))) + head + layer_inputs
 
 
 def mtp_matmul_parameters(config: LlamaConfig) -> int:

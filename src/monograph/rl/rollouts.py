@@ -394,7 +394,7 @@ class Drawer:
         if self._cached_generator:
             _, generator = self._cached_generator
             for cache in (generator.cache, generator.reader.cache):
-                tensors += [*cache.keys, *cache.values]
+                tensors += cache.position_tensors()
         tensors += self.reference or ()
         if self.reward.teacher:
             tensors += self.reward.teacher.parameters()

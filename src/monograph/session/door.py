@@ -37,7 +37,11 @@ from monograph.session.objective import Objective
 from monograph.session.objectives import decided_objective
 from monograph.session.record import ORIGIN, ConfigRecord
 from monograph.session.recorded import copies_of_missing_files
-from monograph.session.requirements import require_adapter_targets, require_positions
+from monograph.session.requirements import (
+    require_adapter_targets,
+    require_positions,
+    require_stages,
+)
 from monograph.step import Clip
 from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
@@ -147,6 +151,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         tokens.require_fit()
     require_adapter_targets(lora, shape)
     require_positions(length, shape)
+    require_stages(train.memory, shape)
     if shape is not None:
         require_blocks(shape, training.quantize)
     return job

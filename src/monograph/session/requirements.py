@@ -378,6 +378,25 @@ def require_positions(length: int, config: LlamaConfig | None) -> None:
         )
 
 
+def require_stages(memory: str, config: LlamaConfig | None) -> None:
+    """Refuse to stream a model whose blocks read more than the result of the block before.
+
+    Args:
+        memory: train.memory.
+        config: the model's shape; None if it is not known yet.
+
+    Raises:
+        InputRefused: the model cannot be streamed; the message names what its blocks read.
+    """
+    if config is None or config.is_chain or memory != "stream":
+        return
+    key = "num_kv_shared_layers" if config.num_kv_shared_layers else "hidden_size_per_layer_input"
+    raise InputRefused(
+        f"train.memory = stream runs a model block by block, and blocks of this {config.model_type} read what others "
+        f"computed ({key} = {getattr(config, key)}): take device"
+    )
+
+
 def require_adapter_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
     """Refuse adapters for layers that the model does not have, or with a rank that is too high.
 

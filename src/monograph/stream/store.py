@@ -195,7 +195,8 @@ def as_staged(module: nn.Module) -> Staged:
     """Return the module, typed as one that can be trained stage by stage.
 
     Raises:
-        UsageError: the module has no blocks, or lacks an attribute of `Staged`.
+        UsageError: the module has no blocks, its blocks read more than the result of the block before, or it
+            lacks an attribute of `Staged`.
     """
     for name in ("begin", "end", "parts_before", "parts_after"):
         if not hasattr(module, name):
@@ -203,6 +204,12 @@ def as_staged(module: nn.Module) -> Staged:
                 f"memory = stream runs a model stage by stage, and {type(module).__name__} has no {name}: give it "
                 "begin, end, parts_before and parts_after as monograph.Llama has them, or use memory = device"
             )
+    # A model says whether its blocks are a chain (`Llama.is_chain`); most are.
+    if not getattr(module, "is_chain", True):
+        raise UsageError(
+            "memory = stream runs a model block by block, and blocks of this model read what others computed: use memory "
+            "= device"
+        )
     if not blocks(module):
         raise UsageError(
             "memory = stream runs a model block by block, and this model has no blocks (modules with parts, inside an "
