@@ -123,10 +123,9 @@ def _have_one_table(layers: list[Linear]) -> bool:
 
     A folder may have some of them in nf4 and others in fp4, and a kernel reads one table for all layers.
     """
-    stored = [layer.stored_tensors() for layer in layers if isinstance(layer, NF4Weight)]
-    levels = {levels.dtype for _codes, levels, *_ in stored}
-    tables = [table for *_, table in stored]
-    return len(levels) == 1 and all(torch.equal(table, tables[0]) for table in tables[1:])
+    in_4_bits = [layer for layer in layers if isinstance(layer, NF4Weight)]
+    scale_types = {layer.levels.dtype for layer in in_4_bits}
+    return len(scale_types) == 1 and len({layer.numbers for layer in in_4_bits}) == 1
 
 
 def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:

@@ -193,7 +193,11 @@ class NF4Weight(FrozenWeight):
         steps: [G] fp32, levels per unit of scale.
         mean: [] fp32, the mean of the scales.
         table: the 16 numbers of `NF4`, or those of a file; a buffer.
+        numbers: the same numbers on the host, so that two layers' can be compared without waiting for a
+            device.
     """
+
+    numbers: tuple[float, ...]
 
     @torch.no_grad()
     def freeze(self, weight: Tensor, exact_scales: bool = False) -> None:
@@ -217,6 +221,7 @@ class NF4Weight(FrozenWeight):
         stored_scales = _exact_scales(scale_C) if exact_scales else _rounded_scales(scale_C)
         # The codes are copied, because a slice would keep the padded codes in memory.
         self._store(packed.clone(), stored_scales, table)
+        self.numbers = NF4
 
     @torch.no_grad()
     def adopt(self, stored: StoredCodes) -> None:
@@ -224,6 +229,7 @@ class NF4Weight(FrozenWeight):
         assert stored.table is not None  # it is there with codes of 4 bits
         # The codes and the table may be in a mapped file.
         self._store(stored.codes.clone(), _exact_scales(stored.scales), stored.table.clone())
+        self.numbers = tuple(stored.table.tolist())
 
     def _store(self, codes: Tensor, scales: tuple[Tensor, Tensor, Tensor], table: Tensor) -> None:
         """Replace the weight by codes, `levels`, `steps` and `mean`, and a table."""
