@@ -6,25 +6,31 @@ that is not trained, and a cap of the logits that losses read from the head.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batches import ragged, tiny_config, tiny_llama
 from monograph.decode.cache import KVCache
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.token_rows import add_trained_rows, merge_rows
 from monograph.laws.comparisons import relative_error
 from monograph.loop import train
 from monograph.loss import IGNORE, target_log_probabilities, token_loss
 from monograph.model.config import LlamaConfig
+from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama, kind_of_block
 from monograph.model.parameters import block_shapes
+from monograph.model.vocabulary import set_new_rows
 from monograph.optim import AdamW
 from monograph.predict.roofline import flops_per_token
 from monograph.resident import Resident
+from monograph.session.requirements import require_stages
+from monograph.stream.store import as_staged
 
 SIZES: dict[str, Any] = {
     "model_type": "gemma4_text",
@@ -136,6 +142,74 @@ def test_what_is_not_computed_is_refused_by_the_name_of_its_key(
         LlamaConfig.from_hf({**FILE, **values})
     with pytest.raises(InputRefused, match="num_global_key_value_heads = 1 needs attention_k_eq_v"):
         tiny_config(**SIZES | {"attention_k_eq_v": False})
+
+
+SMALL_SIZES: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "sliding_window": 5,
+    "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION) * 3,
+    "rope_local_theta": 1e2,
+    "global_head_dim": 12,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+}
+
+
+def test_layers_at_the_end_take_keys_of_the_last_layer_of_their_kind() -> None:
+    config = tiny_config(**SMALL_SIZES)
+    assert [config.keys_layer(layer) for layer in range(6)] == [0, 1, 2, 1, 2, 1]
+    assert [config.gives_keys(layer) for layer in range(6)] == [False, True, True, *[False] * 3]
+    own, taking = block_shapes(config, 1), block_shapes(config, 3)
+    assert own["self_attn.k_proj.weight"] and "self_attn.k_proj.weight" not in taking
+    assert taking["mlp.up_proj.weight"][0] == 2 * own["mlp.up_proj.weight"][0]
+    # A cache has the keys of three layers.
+    cache = KVCache.allocate(config, 1, 16, torch.float32, torch.device("cpu"))
+    assert cache.keys[3] is cache.keys[5] is cache.keys[1] and len(cache.position_tensors()) == 6
+    alone = replace(config, num_kv_shared_layers=0)
+    # Layers with a window have 16 numbers for a position's keys, the others 24.
+    shared_bytes = KVCache.bytes_per_row(config, 16, torch.float32)
+    assert shared_bytes * 120 == KVCache.bytes_per_row(alone, 16, torch.float32) * 56
+
+
+def test_files_may_have_keys_that_no_layer_reads(tmp_path: Path) -> None:
+    model = tiny_llama(**SMALL_SIZES)
+    save_model(model, tmp_path / "folder")
+    [path] = (tmp_path / "folder").glob("*.safetensors")
+    tensors = load_file(path)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.5.self_attn.{name}.weight"] = torch.ones(3, 3)
+    save_file(tensors, path)
+    loaded = load_model(tmp_path / "folder").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    tensors["model.layers.2.self_attn.o_norm.weight"] = torch.ones(3)
+    save_file(tensors, path)
+    with pytest.raises(InputRefused, match="o_norm"):
+        load_model(tmp_path / "folder")
+
+
+def test_new_tokens_have_rows_in_the_table_of_layers_inputs() -> None:
+    for rows in (0, 70):
+        model = tiny_llama(**SMALL_SIZES, vocab_size_per_layer_input=rows)
+        known = model.config.vocab_size
+        table = model.model.embed_tokens_per_layer.weight.detach().clone()
+        set_new_rows(model, known, 75)
+        grown = model.model.embed_tokens_per_layer
+        assert grown.weight.shape[0] == grown.num_embeddings == 75
+        assert torch.equal(grown.weight[:known], table[:known])
+        torch.testing.assert_close(grown.weight[known], table[:known].mean(0))
+        assert model.config.to_hf()["vocab_size_per_layer_input"] == 75
+
+
+def test_it_is_not_streamed() -> None:
+    config = tiny_config(**SMALL_SIZES)
+    with pytest.raises(InputRefused, match="num_kv_shared_layers = 3.*take device"):
+        require_stages("stream", config)
+    require_stages("stream", tiny_config())
+    require_stages("device", config)
+    with pytest.raises(UsageError, match="blocks of this model read what others computed"):
+        as_staged(Llama(config))
 
 
 def test_a_layers_factor_counts_and_is_not_trained() -> None:

@@ -83,7 +83,12 @@ def _row(weights, config, ids, documents, places):
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
         if "per_layer_input_gate.weight" in own:
             stream = [
-                x + _norm(_input_branch(own, x, its, config), own["post_per_layer_input_norm.weight"], config)
+                x
+                + _norm(
+                    _input_branch(own, x, its, config),
+                    own["post_per_layer_input_norm.weight"],
+                    config,
+                )
                 for x, its in zip(stream, inputs[layer], strict=True)
             ]
         if "layer_scalar" in own:

@@ -48,6 +48,9 @@ SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_KEYS_OR_VALUES = re.compile(
+    r"model\.layers\.(0|[1-9]\d{0,8})\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..+"
+)
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
 # A buffer in old exports. It is ignored, because it can be computed from config.json.
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -290,9 +293,25 @@ def _decoder_tensors(
         config: the model's configuration.
         values: the content of the folder's config.json.
     """
-    weights = {name: each for name, each in stored.items() if not _ROTARY_BUFFER.fullmatch(name)}
+    weights = {
+        name: each
+        for name, each in stored.items()
+        if not _ROTARY_BUFFER.fullmatch(name) and not _is_of_taken_keys(name, config)
+    }
     weights = quantised.fold(weights, _quantisation(values))
     return to_decoder_tensors(weights, config)
+
+
+def _is_of_taken_keys(name: str, config: LlamaConfig) -> bool:
+    """Return whether a tensor would make keys or values in a layer that takes them from another one.
+
+    Files may have such tensors, which nothing reads, in transformers neither.
+    """
+    found = _KEYS_OR_VALUES.fullmatch(name) if config.num_kv_shared_layers else None
+    if found is None:
+        return False
+    layer = int(found[1])
+    return layer < config.num_hidden_layers and config.keys_layer(layer) != layer
 
 
 def _quantisation(values: Mapping[str, Any]) -> Quantisation | None:

@@ -136,7 +136,9 @@ class Attention(Mixer):
             self.k_norm = make_norm(config, key_value_width)
         elif config.family.qk_norm == "heads":
             self.q_norm = make_norm(config, config.head_dim)
-            self.k_norm = make_norm(config, config.head_dim) if not self.takes_keys else nn.Identity()
+            self.k_norm = (
+                make_norm(config, config.head_dim) if not self.takes_keys else nn.Identity()
+            )
         else:
             self.q_norm = nn.Identity()
             self.k_norm = nn.Identity()
@@ -156,7 +158,8 @@ class Attention(Mixer):
         # The type of the device for which `rotate` chooses operators; "": the device of the input.
         self.device_type = ""
 
-    def forward(
+    # Only this mixer can give keys and values to another layer.
+    def forward(  # type: ignore[override]
         self,
         hidden_BTD: Tensor,
         cos_sin_B1TF: CosSin | None,

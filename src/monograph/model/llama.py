@@ -513,9 +513,7 @@ class Llama(nn.Module):
                     arguments[layer] = arguments[layer]._replace(balance=balance)
         embedded_BTD = self._embedded(tokens_BT)
         if self.config.hidden_size_per_layer_input:
-            inputs = layer_inputs.inputs_of_layers(
-                self.model, self.config, tokens_BT, embedded_BTD
-            )
+            inputs = layer_inputs.inputs_of_layers(self.model, self.config, tokens_BT, embedded_BTD)
             arguments = [
                 each._replace(input_BTP=input_BTP)
                 for each, input_BTP in zip(arguments, inputs, strict=True)

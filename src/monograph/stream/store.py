@@ -207,8 +207,8 @@ def as_staged(module: nn.Module) -> Staged:
     # A model says whether its blocks are a chain (`Llama.is_chain`); most are.
     if not getattr(module, "is_chain", True):
         raise UsageError(
-            "memory = stream runs a model block by block, and blocks of this model read what others computed: use memory "
-            "= device"
+            "memory = stream runs a model block by block, and blocks of this model read what others computed: use "
+            "memory = device"
         )
     if not blocks(module):
         raise UsageError(
