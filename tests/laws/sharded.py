@@ -270,12 +270,13 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "packed nemotron_h": (torch.float64, {}),
     "packed lfm2": (torch.float64, {}),
     "packed qwen3_5_text": (torch.float64, {}),
+    "packed gemma4_text": (torch.float64, {}),
 }
 EXPERTS = {
     "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
 }  # fmt: skip
-# Of each kind of layer that carries a state along the row.
+# Of each kind of layer that carries a state along the row, and layers that take keys of others.
 RECURRENT: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "layer_types": ("mamba", "full_attention"), "mamba_n_groups": 2, "mamba_d_state": 8,
@@ -286,6 +287,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ("conv", "full_attention"), "conv_bias": True},
     "qwen3_5_text": {"layer_types": ("linear_attention", "full_attention")},
+    "gemma4_text": {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 6},
 }  # fmt: skip
 
 

@@ -115,6 +115,14 @@ EAGER = {
         ),
         rows=8, length=48, optim=AdamW(), compile="none",
     ),
+    "a small Gemma 4": Work(
+        shape(
+            model_type="gemma4_text", num_hidden_layers=6, sliding_window=8, layer_types=("sliding_attention",
+            "full_attention") * 3, rope_local_theta=1e2, global_head_dim=64, num_kv_shared_layers=3,
+            use_double_wide_mlp=True, hidden_size_per_layer_input=32,
+        ),
+        rows=8, length=48, optim=AdamW(), compile="none",
+    ),
     "a GLM-4": Work(
         shape(model_type="glm4", num_hidden_layers=7, partial_rotary_factor=0.5), rows=8, length=48, optim=AdamW(),
         compile="none",

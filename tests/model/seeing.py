@@ -39,7 +39,7 @@ MODELS = {
     "gemma4": (
         SMALL | {
             "sliding_window": 8, "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 64, "final_logit_softcapping": 3.0,
         },
         SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         ["model.embed_vision.", "model.vision_tower."],
