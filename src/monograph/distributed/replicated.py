@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from monograph import compat
 from monograph.distributed.by_rank import ByRank
 from monograph.distributed.world import World
+from monograph.model.llama import is_never_trained
 from monograph.step import Step
 
 
@@ -48,7 +49,11 @@ class Replicas(ByRank):
         """
         # gradient_as_bucket_view stays off, because gradients are already views of the step's planes, which
         # are large flat tensors.
-        self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
+        module = _ModelWithLoss(self.step)
+        # DDP would wait for gradients that no backward pass makes.
+        never_trained = [name for name, _ in module.named_parameters() if is_never_trained(name)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, never_trained)
+        self.parallel = DistributedDataParallel(module)
         # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
         self.parallel.register_comm_hook(
             state=None, hook=lambda _, bucket: self._sum_bucket(bucket.buffer())
