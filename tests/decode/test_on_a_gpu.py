@@ -109,7 +109,7 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
     assert machine.replays.graph_count == before > 8 and machine.reused > 0
 
 
-@pytest.mark.parametrize("shape", ["attention", "window and all"])
+@pytest.mark.parametrize("shape", ["attention", "window and all", "keys of earlier layers"])
 def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(
     shape: str,
 ) -> None:
@@ -122,9 +122,16 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
         "sliding_window": 21,
         "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     }
-    model = far_sighted(
-        max_position_embeddings=longest, **(window if "window" in shape else {})
-    ).cuda()
+    shared = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 21,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION) * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+    }
+    sizes = {"window and all": window, "keys of earlier layers": shared}
+    model = far_sighted(max_position_embeddings=longest, **sizes.get(shape, {})).cuda()
     machine = Generator(
         model, chain_of([sampling]), rows=3, slots=CacheSizes(longest, MIN_BLOCK, longest_prompt=8), vocabulary=61,
         pace=Pace(4, 2, 1), mode="captured",
