@@ -17,7 +17,7 @@ from far_sighted import decoded, far_sighted, reported_is_full, seen_at
 from monograph.automata import constraint, stop_strings
 from monograph.decode.adapter_bank import install
 from monograph.decode.automaton_tables import AutomatonTables
-from monograph.decode.cache import CacheSizes
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
@@ -129,6 +129,7 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
         "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION) * 2,
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
+        "final_logit_softcapping": 30.0,
     }
     sizes = {"window and all": window, "keys of earlier layers": shared}
     model = far_sighted(max_position_embeddings=longest, **sizes.get(shape, {})).cuda()
@@ -239,3 +240,13 @@ def test_replayed_passes_over_proposed_tokens_write_what_single_steps_write(mode
     assert drafted.reads_behind
     assert written(drafted) == written(decoder())
     assert drafted.drafted_tokens > 1.1 * drafted.drafted_passes
+
+
+def test_more_proposed_tokens_than_a_tile_has_rows_are_left_to_the_models_own_pass() -> None:
+    from monograph.decode.fast_forward import FastForward  # imports Triton
+
+    model = tiny_llama(head_dim=32).cuda()
+    forward = FastForward(model, rows=8)
+    cache = KVCache.allocate(model.config, 8, 16, torch.float32, torch.device("cuda"))
+    tokens = torch.zeros(8, 3, dtype=torch.int64, device="cuda")
+    assert forward.logits_of_columns(tokens, tokens, cache, 1) is None

@@ -321,11 +321,12 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
-    losses, grad = _traced_gradients(hidden, HeadWeight(weight), targets, torch.float64, None)
     # fp32 is replaced in place by an operator.
-    for dtype in (torch.float64, torch.float32):
+    for dtype, cap in itertools.product((torch.float64, torch.float32), (None, 2.0)):
+        exact_head, head = HeadWeight(weight, cap=cap), HeadWeight(weight.to(dtype), cap=cap)
+        losses, grad = _traced_gradients(hidden, exact_head, targets, torch.float64, None)
         our_losses, our_grad = _traced_gradients_on_cuda(
-            hidden.to(dtype), HeadWeight(weight.to(dtype)), targets, weights.to(dtype)
+            hidden.to(dtype), head, targets, weights.to(dtype)
         )
         # The sums have at most nine terms near 1, and what is rounded are numbers of this dtype.
         bound = 32 * torch.finfo(dtype).eps

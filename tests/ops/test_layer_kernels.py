@@ -303,6 +303,17 @@ def test_a_tile_is_the_narrowest_whose_programs_run_at_once_if_it_fits(
     assert (tile.columns, tile.channels) == expected
 
 
+def test_a_bank_changes_the_registers_of_a_tile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from monograph.ops.layer_kernels import tile_of  # imports Triton
+
+    pretend(227, monkeypatch)
+    for capability, registers in (((8, 0), 255), ((9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        arguments = ("dense", 6400, False, 16, torch.bfloat16, torch.device("cuda"))
+        with_bank, without = tile_of(*arguments, has_bank=True), tile_of(*arguments)
+        assert with_bank == without._replace(registers=registers)
+
+
 def pretend(shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend a card with 100 multiprocessors and so much shared memory."""
     card = SimpleNamespace(

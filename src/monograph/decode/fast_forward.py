@@ -109,6 +109,8 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.interleaved_rotary:
         return "the kernels do not rotate neighbouring channels, as this family does"
+    if config.final_logit_softcapping is not None:
+        return "this family caps its logits"
     # The default is norms before attention and the feed-forward layer, and none after them.
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
@@ -119,8 +121,6 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    if config.final_logit_softcapping is not None:
-        return "this family caps its logits"
     # The rows of a few tokens may have been trained along with adapters (`monograph.graph.token_rows`).
     if not is_plain_head(model.lm_head):
         return "the head has trained rows, an adapter or hooks"
