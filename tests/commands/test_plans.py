@@ -124,6 +124,7 @@ NIGHTLY = {
     "0.5B, T4",
     "8B adapters, 24 GB",
     "70B adapters",
+    "8B adapters, 16 GB",
     "8B streamed",
     "30B-A3B adapters",
     "3B adapters, 8 GB",

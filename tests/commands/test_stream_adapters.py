@@ -61,6 +61,8 @@ def test_the_same_files_as_on_the_device(folder: Path) -> None:
     assert memory["homes"]["host"] > 0 and memory["homes"]["device"] > 0
 
 
+# By day tests/laws/test_streamed_adapters.py goes on in the other place.
+@pytest.mark.slow
 def test_it_goes_on_in_the_other_place(folder: Path, server: CommandServer) -> None:
     """From its third update on."""
     for memory, other in (("device", "stream"), ("stream", "device")):

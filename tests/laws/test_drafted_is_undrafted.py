@@ -108,7 +108,13 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("sizes", [{}, WINDOWED], ids=["all positions", "a window"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="all positions", marks=pytest.mark.slow),
+        pytest.param(WINDOWED, id="a window"),
+    ],
+)
 def test_a_text_with_drafts_is_the_text_without(rows: int, sizes: dict[str, Any]) -> None:
     model = sharp(0, **sizes)
     draft = sharp(1, num_hidden_layers=1)
@@ -227,7 +233,7 @@ def proposing_for_itself(model: Llama, rows: int, **options: Any) -> Generator:
     )
 
 
-@pytest.mark.parametrize("reads_behind", [False, True])
+@pytest.mark.parametrize("reads_behind", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_rows_switch_drafts_off_and_on(
     monkeypatch: pytest.MonkeyPatch, reads_behind: bool
 ) -> None:

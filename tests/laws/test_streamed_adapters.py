@@ -143,7 +143,7 @@ def test_however_they_are_trained(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", ["lora", "of experts"])
+@pytest.mark.parametrize("adapters", ["lora", pytest.param("of experts", marks=pytest.mark.slow)])
 def test_of_a_tied_base(adapters):
     assert_same(made={"adapters": adapters, "tie_word_embeddings": True})
 
@@ -167,7 +167,7 @@ def test_rows_of_tied_tables_are_as_exact_as_any_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_captured_block_by_block(backend):
     resident, streamed = pair()
     for engine in (resident, streamed):
