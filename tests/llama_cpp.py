@@ -25,7 +25,10 @@ class LlamaCpp:
     is missing.
     """
 
-    def __init__(self, path: Path, context: int = 256, adapter: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, context: int = 256, adapter: Path | None = None, own_drafts: int = 0
+    ) -> None:
+        """With `own_drafts`, the file's own head proposes so many tokens at a time."""
         client = pytest.importorskip(
             "xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp"
         )
@@ -39,6 +42,11 @@ class LlamaCpp:
         asked.flash_attn_type = client.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if adapter:
             asked.lora_adapters = [client.CommonAdapterLoraInfo(str(adapter))]
+        if own_drafts:
+            kinds = client.common_speculative_type
+            asked.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+            asked.speculative.draft.n_max = own_drafts
+            asked.load_mtp = True
         self._server = client.Server(asked)
         # Never destroyed: on a busy machine its destructor was seen to wait for its own thread for
         # ever.

@@ -286,7 +286,9 @@ def test_a_gguf_file_leaves_it_out_and_says_so(tmp_path):
     said: list[str] = []
     config = tiny_config(vocab_size=259, **HEAD)
     save_gguf(Llama(config), tmp_path / "out", Tokenizer.bytes(), None, said.append)
-    assert "mtp.* (multi-token prediction) is left out: --format hf keeps it" in said
+    assert any(
+        "mtp.* (multi-token prediction) is left out, as llama.cpp knows no" in line for line in said
+    )
     with_it = gguf.GGUFReader(tmp_path / "out/model.gguf")
     save_gguf(
         Llama(tiny_config(vocab_size=259)), tmp_path / "plain", Tokenizer.bytes(), None, said.append

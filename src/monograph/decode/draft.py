@@ -49,6 +49,7 @@ from monograph.decode.step import DecodeStep, State, Status
 from monograph.device import tensor_on
 from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
+from monograph.model import layer_inputs
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.mixture import Mixture
@@ -450,9 +451,12 @@ def _without_adapter(prompt: PromptToRead) -> PromptToRead:
 def weights_read(model: Llama) -> int:
     """Return how many weights a step reads.
 
-    These are all but the embedding, of which it reads a few rows, unless the head shares its weights.
+    These are all but the tables of embeddings, of which it reads a few rows. A table that the head shares
+    is read whole.
     """
     count = sum(parameter.numel() for parameter in model.parameters())
+    if model.config.hidden_size_per_layer_input:
+        count -= layer_inputs.table_of(model.model).weight.numel()
     if model.config.tie_word_embeddings:
         return count
     return count - model.model.embed_tokens.weight.numel()

@@ -361,7 +361,9 @@ class GatedDeltaNet(Mixer):
         are_delta_nets = [
             mixer_of(config, layer) is cls for layer in range(config.num_hidden_layers)
         ]
-        writer.add_array(f"{architecture}.attention.recurrent_layers", are_delta_nets)
+        # The block of a head for multi-token prediction, which has attention, is counted, too.
+        of_mtp = [False] * config.mtp_num_hidden_layers
+        writer.add_array(f"{architecture}.attention.recurrent_layers", [*are_delta_nets, *of_mtp])
         if config.family.projections_by_key_head:
             return
         # What remains are the families of Qwen 3.5. They also have models that see pictures. Their rotary

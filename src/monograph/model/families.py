@@ -89,6 +89,7 @@ class LlamaCppSupport(NamedTuple):
             are none.
         joined_layers: whether llama.cpp's files also have the family's joined layers
             (`Family.joined_layers`), instead of separate ones.
+        has_mtp: whether a file may have a head for multi-token prediction, which is one more block.
         treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
             billion weights, whose value projections get more bits: none (""), those with fewer
             key-value heads than query heads ("grouped"), or all ("all").
@@ -111,6 +112,7 @@ class LlamaCppSupport(NamedTuple):
     kv_heads_by_layer: bool = False
     windows_by_layer: bool = False
     rotation_is_a_key: bool = False
+    has_mtp: bool = False
     needs_layer_norm_eps: bool = False
     joined_layers: bool = False
     treated_as_70b: Literal["", "grouped", "all"] = ""
@@ -573,7 +575,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "layer_types", "partial_rotary_factor", *DELTA_NET_SIZES),
         {"num_key_value_heads": 4, **_HYBRID_DEFAULTS},
         **_HYBRID,
-        llama_cpp=LlamaCppSupport("qwen35", norm_before_mlp=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen35", norm_before_mlp=_POST_ATTENTION_NORM, has_mtp=True),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -599,7 +601,7 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID,
         expert_width_key="moe_intermediate_size",
         projections_by_key_head=True,
-        llama_cpp=LlamaCppSupport("qwen3next", norm_before_mlp=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen3next", norm_before_mlp=_POST_ATTENTION_NORM, has_mtp=True),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -625,7 +627,7 @@ FAMILIES: dict[str, Family] = {
         expert_width_key="moe_intermediate_size",
         always_norm_topk_prob=True,
         fused_experts="halves",
-        llama_cpp=LlamaCppSupport("qwen35moe", norm_before_mlp=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen35moe", norm_before_mlp=_POST_ATTENTION_NORM, has_mtp=True),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",

@@ -101,6 +101,15 @@ _OUTER_NAMES = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
+# Its names of the layers of a head for multi-token prediction outside of the head's block, which follows the
+# blocks of the model.
+_MTP_NAMES = {
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "eh_proj",
+    "norm": "shared_head_norm",
+}
+_MTP_LAYER = f"{MTP_PREFIX}layers.0."
 # The divisor of the frequency of a pair of channels that is not rotated. llama.cpp's own converter writes the
 # same number.
 _NOT_ROTATED = 1e30
@@ -174,10 +183,13 @@ def save_gguf(
         UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
     ]
-    # A file has no head for multi-token prediction.
-    parameters = [each for each in plain_parameters(model) if not each.name.startswith(MTP_PREFIX)]
-    if config.mtp_num_hidden_layers:
-        warn(f"{MTP_PREFIX}* (multi-token prediction) is left out: --format hf keeps it")
+    parameters = [*plain_parameters(model)]
+    if config.mtp_num_hidden_layers and not _writes_mtp(config):
+        parameters = [each for each in parameters if not each.name.startswith(MTP_PREFIX)]
+        warn(
+            f"{MTP_PREFIX}* (multi-token prediction) is left out, as llama.cpp knows no such head of a "
+            f"{config.model_type}: --format hf keeps it"
+        )
     tensors = [*divisors, *llama_cpp_tensors(parameters, config)]
     for layer in range(config.num_hidden_layers):
         for tensor in mixer_of(config, layer).more_llama_cpp_tensors(config):
@@ -217,6 +229,11 @@ def llama_cpp_support(config: LlamaConfig) -> LlamaCppSupport:
     if _mixers(config) != [Attention] or not support.attention_alone:
         return support
     return support._replace(name=support.attention_alone, kv_heads_by_layer=False)
+
+
+def _writes_mtp(config: LlamaConfig) -> bool:
+    """Return whether a file of the model has its head for multi-token prediction."""
+    return config.mtp_num_hidden_layers > 0 and llama_cpp_support(config).has_mtp
 
 
 def _mixers(config: LlamaConfig) -> list[type[Mixer]]:
@@ -443,7 +460,11 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     """Write a configuration's sizes and constants into a file's header."""
     writer.add_context_length(_context_length(config))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    # To llama.cpp a head for multi-token prediction is the last block.
+    mtp_layers = int(_writes_mtp(config))
+    writer.add_block_count(config.num_hidden_layers + mtp_layers)
+    if mtp_layers:
+        writer.add_nextn_predict_layers(mtp_layers)
     mixers = [mixer_of(config, layer) for layer in range(config.num_hidden_layers)]
     if config.use_double_wide_mlp:
         layers = range(config.num_hidden_layers)
@@ -565,11 +586,18 @@ def llama_cpp_tensors(
         for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
         if own_name is not None
     }
-    outer_names = {**_OUTER_NAMES, "model.norm": llama_cpp.final_norm}
+    mtp_block = f"blk.{config.num_hidden_layers}"
+    outer_names = {
+        **_OUTER_NAMES,
+        "model.norm": llama_cpp.final_norm,
+        **{f"{MTP_PREFIX}{own}": f"{mtp_block}.nextn.{name}" for own, name in _MTP_NAMES.items()},
+    }
     block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **norm_name_by_own_name}
     if llama_cpp.joined_layers:
         parameters = JoinedLayersRule(config).to_files(parameters)
     for name, like, read in parameters:
+        if name.startswith(_MTP_LAYER):
+            name = f"model.layers.{config.num_hidden_layers}.{name.removeprefix(_MTP_LAYER)}"
         # In the name model.layers.3.self_attn.q_proj.weight, the module is model.layers.3.self_attn.q_proj,
         # the suffix is weight, the layer is 3, and `inner`, the module's name in its block, is
         # self_attn.q_proj.
