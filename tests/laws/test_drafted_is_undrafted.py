@@ -26,7 +26,13 @@ from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import DecodeStep
 from monograph.errors import UsageError
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    CONVOLUTION,
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA,
+    SLIDING_ATTENTION,
+)
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer
 
@@ -128,6 +134,27 @@ def test_a_text_with_drafts_is_the_text_without(rows: int, sizes: dict[str, Any]
         )
         assert_equal(found, expected)
         assert 1 <= generator.drafted_tokens / generator.drafted_passes <= 1 + tokens
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "delta net": {"model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION)},
+    "mamba": {"model_type": "granitemoehybrid", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_d_state": 8},
+    "convolution": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_state_takes_in_the_accepted_tokens_alone(kind: str) -> None:
+    """Rows accept different numbers of tokens, end, and are begun again."""
+    model = sharp(0, **RECURRENT[kind])
+    expected, _ = written(model, 3, requests())
+    drafts = ((sharp(1), DRAFT_TOKENS, 1), (sharp(2), 1, 7))
+    for proposes, tokens, pace in drafts:
+        found, generator = written(
+            model, 3, requests(), draft=proposes, draft_tokens=tokens, pace=pace
+        )
+        assert_equal(found, expected)
+        assert generator.drafted_passes < generator.drafted_tokens
 
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
@@ -444,8 +471,6 @@ def test_a_draft_that_cannot_be_used_is_refused() -> None:
     )
     with pytest.raises(UsageError, match="the draft model has recurrent layers"):
         written(model, 1, requests(), draft=recurrent.double())
-    with pytest.raises(UsageError, match="the model has recurrent layers"):
-        written(recurrent.double(), 1, requests(), draft=model)
     with pytest.raises(UsageError, match="has 100 tokens, and the model's tokenizer 259"):
         written(model, 1, requests(), draft=tiny_llama(vocab_size=100))
     with pytest.raises(UsageError, match="draft_tokens = 17: expected 1 to 16"):

@@ -133,7 +133,7 @@ def stored_adapter(module: Llama, lora: Lora, place: str) -> StoredAdapter:
         InputRefused: a layer has experts, whose adapters a bank cannot hold.
     """
     sha256 = hashlib.sha256(f"{lora.scale}".encode())
-    factors = dict[str, AdapterFactors]()
+    factors: dict[str, AdapterFactors] = {}
     for name, layer in sorted(adapted_layers(module).items()):
         if isinstance(layer, AdaptedExperts):
             raise InputRefused(

@@ -12,7 +12,7 @@ positions of a pass; 1 an axis of length 1.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from monograph.device import tensor_on
 from monograph.model.config import LlamaConfig
-from monograph.model.mixer import Recurrence, mixer_of
+from monograph.model.mixer import Cache, Recurrence, mixer_of
 from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class KVCache:
         self.pads_products = pads_products
         self.kernels = kernels
         self.one_query_at_a_time = one_query_at_a_time
+        # The calls of a trial pass (`trial`); None: passes of this cache are no trials.
+        self._kept_calls: list[Callable[[Cache], object]] | None = None
 
     @classmethod
     def allocate(
@@ -75,9 +77,9 @@ class KVCache:
         block: int = BLOCK,
     ) -> Self:
         """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
-        keys = list[Tensor]()
-        values = list[Tensor]()
-        recurrences = dict[int, Recurrence]()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        recurrences: dict[int, Recurrence] = {}
         for layer in range(config.num_hidden_layers):
             mixer = mixer_of(config, layer)
             of_layer = config.of_layer(layer)
@@ -232,6 +234,34 @@ class KVCache:
         """Return all tensors of keys and values; one that several layers share is there once."""
         return [*{id(tensor): tensor for tensor in (*self.keys, *self.values)}.values()]
 
+    def trial(self) -> Self:
+        """Return a cache for a pass of which only some tokens may count later.
+
+        It shares keys and values, since later tokens overwrite those of tokens that do not count. Its
+        recurrences are copies, and `count_tokens` of this cache lets the tokens that count change the
+        recurrences themselves.
+        """
+        trial = self.with_first_blocks(self.seen_blocks or len(self.keys[0]))
+        trial.recurrences = {
+            layer: recurrence.copied() for layer, recurrence in self.recurrences.items()
+        }
+        trial._kept_calls = []
+        return trial
+
+    def count_tokens(self, trial: Self, limit_B: Tensor) -> None:
+        """Let the tokens of a trial pass change the recurrences, those at positions below `limit_B`, [B]."""
+        limited = self.with_first_blocks(self.seen_blocks or len(self.keys[0]))
+        limited.recurrences = {
+            layer: recurrence.limited(limit_B) for layer, recurrence in self.recurrences.items()
+        }
+        for call in trial._kept_calls or []:
+            call(limited)
+
+    def keep_call(self, call: Callable[[Cache], object]) -> None:
+        """Keep a call of a trial pass; see `monograph.model.mixer.Cache`."""
+        if self._kept_calls is not None:
+            self._kept_calls.append(call)
+
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return the recurrence of a layer without attention."""
         return self.recurrences[layer_index]
@@ -249,7 +279,7 @@ class KVCache:
 
     def recurrence_tensors(self) -> list[Tensor]:
         """Return the tensors of all recurrences without `limit_B`, [rows, ...] each."""
-        tensors = list[Tensor]()
+        tensors: list[Tensor] = []
         for recurrence in self.recurrences.values():
             tensors += recurrence.tensors()
         return tensors

@@ -270,7 +270,7 @@ def generate(
     adapter_slots = _adapter_slots(unwrapped_model, adapters, len(prompts))
     automaton = constraint if isinstance(constraint, Automaton) else None
     host_constraint = constraint if isinstance(constraint, HostConstraint) else None
-    requests = list[Request]()
+    requests: list[Request] = []
     for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True):
         encoded_prompt = tuple(prompt_ids(unwrapped_model, tokenizer, prompt))
         breaker_V = None

@@ -361,11 +361,14 @@ class DraftedStep:
         running = Status.RUNNING.value
         waiting = Status.WAITING.value
         proposed_BK = self.drafter.propose(state, step.knobs, step.chain, blocks)
+        cache = step.cache.with_first_blocks(blocks)
+        if step.cache.recurrences:
+            cache = cache.trial()
         logits_BSV, hidden_BSD = _read_proposed(
-            step, proposed_BK, blocks, self.drafter.reads_hidden
+            step, proposed_BK, blocks, cache, self.drafter.reads_hidden
         )
         position_before_B = state.position_B.clone()
-        sampled_tokens = list[Tensor]()
+        sampled_tokens: list[Tensor] = []
         for index in range(self.drafter.tokens + 1):
             token_before_B = state.token_B.clone()
             count_before_B = state.generated_B.clone()
@@ -379,20 +382,23 @@ class DraftedStep:
                 waits_B = (is_other_B | self.drafter.one_token_B) & (status_B == running)
                 status_B.copy_(torch.where(waits_B, waiting, status_B))
         status_B.copy_(torch.where(status_B == waiting, running, status_B))
+        if step.cache.recurrences:
+            # They take in what attention would see at the row's next token: all tokens before the last one.
+            step.cache.count_tokens(cache, state.position_B)
         if hidden_BSD is not None:
             next_BS = torch.stack(sampled_tokens, dim=1)
             self.drafter.after_pass(position_before_B, state, next_BS, hidden_BSD)
 
 
 def _read_proposed(
-    step: DecodeStep, proposed_BK: Tensor, blocks: int, reads_hidden: bool
+    step: DecodeStep, proposed_BK: Tensor, blocks: int, cache: KVCache, reads_hidden: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits after each row's last token and each proposed one, [B, S, V], and if asked for the
     final hidden states [B, S, D], which the kernels of steps do not give.
     """
     if not reads_hidden:
-        return step.logits_of_proposed(proposed_BK, blocks), None
-    hidden_BSD = step.hidden_of_proposed(proposed_BK, blocks)
+        return step.logits_of_proposed(proposed_BK, blocks, cache), None
+    hidden_BSD = step.hidden_of_proposed(proposed_BK, cache)
     return step.logits_of(hidden_BSD), hidden_BSD
 
 
@@ -413,7 +419,7 @@ def rounds_as_steps(step: DecodeStep, tokens: int, reads_hidden: bool) -> bool:
     """
     model = step.model
     has_experts = any(isinstance(module, Mixture) for module in model.modules())
-    if has_experts or step.bank is not None:
+    if has_experts or step.bank is not None or step.cache.recurrences:
         return False
     rows = len(step.state.token_B)
     weight = model.lm_head.weight
@@ -433,7 +439,9 @@ def rounds_as_steps(step: DecodeStep, tokens: int, reads_hidden: bool) -> bool:
     state.token_B.copy_(tokens_BS[:, 0])
     state.position_B.fill_(first)
     with torch.no_grad():
-        pass_BSV, _ = _read_proposed(trial, tokens_BS[:, 1:], 1, reads_hidden)
+        pass_BSV, _ = _read_proposed(
+            trial, tokens_BS[:, 1:], 1, cache.with_first_blocks(1), reads_hidden
+        )
         for column in range(tokens + 1):
             state.token_B.copy_(tokens_BS[:, column])
             state.position_B.fill_(first + column)

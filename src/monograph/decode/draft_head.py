@@ -204,7 +204,7 @@ class HeadDrafter(Proposer):
         )
         last_B11 = (self.count_B - 1)[:, None, None]
         hidden_B1D = ahead_BSD.gather(1, last_B11.expand(-1, -1, ahead_BSD.shape[-1]))
-        proposed = list[Tensor]()
+        proposed: list[Tensor] = []
         for index in range(self.tokens):
             logits_BV = self.model.logits(hidden_B1D[:, 0])[:, : self._vocabulary]
             token_B = sample_proposal(logits_BV, state, index, knobs, chain)

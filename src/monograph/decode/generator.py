@@ -211,10 +211,6 @@ class Generator:
         if draft is not None:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
-            if self.cache.recurrences:
-                raise UsageError(
-                    "a draft: the model has recurrent layers, whose state cannot be rolled back"
-                )
             given = rows, sizes, vocabulary, chunk, wrap, recorder
             if draft == OWN_HEAD:
                 self.drafter = HeadDrafter(model, draft_tokens, *given)
@@ -500,7 +496,7 @@ class Generator:
         else:
             self._unread = None
             blocks_to_read.append(launched)
-        events = list[Event]()
+        events: list[Event] = []
         for block in blocks_to_read:
             if block is not None:
                 events += self._read_block(block)
@@ -638,7 +634,7 @@ class Generator:
             draft_rows = self.drafter.rows_of(map(self._prompt_of, self._startable_requests()))
             # After an error in between, the two readers may have chosen different prompts.
             del reader_rows[len(draft_rows) :]
-        automaton_states = list[tuple[int, int]]()
+        automaton_states: list[tuple[int, int]] = []
         for request in itertools.islice(self._startable_requests(), len(reader_rows)):
             states = self._acquire_automata(request)
             if states is None:
@@ -667,7 +663,7 @@ class Generator:
     def _continue_rows(self) -> None:
         """Begin the requests that continue rows, as far as the tables have room for their automata."""
         while self._continuing:
-            automaton_states = list[tuple[int, int]]()
+            automaton_states: list[tuple[int, int]] = []
             for _, entry in self._continuing[: self.reader.rows]:
                 states = self._acquire_automata(entry.request)
                 if states is None:
@@ -970,15 +966,15 @@ class Generator:
         )
         codes_of_rows = codes_BR.tolist()
         # All rows are converted at once, since a call for each row takes longer than its numbers.
-        reports_of_rows = list[list[list[Any]]]()
+        reports_of_rows: list[list[list[Any]]] = []
         if any(record and record.request.sampling.logprobs is not None for record in block.records):
             reports_of_rows = [ring.tolist() for ring in report_rings]
         self.blocks_read += 1
-        events = list[Event]()
-        ended = list[int]()
-        freed = list[int]()
+        events: list[Event] = []
+        ended: list[int] = []
+        freed: list[int] = []
         # What drafts have cost more than saved in this block, for each row, in steps.
-        draft_losses = list[float]()
+        draft_losses: list[float] = []
         for row, record in enumerate(block.records):
             # If the row has another record now, the block was launched before the host had read how the
             # request of this record ended, or that it needs "search".
@@ -1024,7 +1020,7 @@ class Generator:
                 self._prompts[row] = _NO_PROMPT
             if tokens or finish is not None:
                 likeliest_count = record.request.sampling.logprobs
-                logprobs = list[LogProbability]()
+                logprobs: list[LogProbability] = []
                 if likeliest_count is not None:
                     # The entries of the two rings are indexed as [row][line].
                     values_of_rows, ids_of_rows = reports_of_rows

@@ -294,7 +294,7 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
     Returns:
         numbers, fp32 or int64 [B], and lists [B, M].
     """
-    knobs = dict[str, Tensor]()
+    knobs: dict[str, Tensor] = {}
     for name, value in knobs_of(_OFF, chain).items():
         dtype = torch.int64 if name in _INT_KNOBS else torch.float32
         knobs[name] = torch.tensor([value] * rows, dtype=dtype, device=device)

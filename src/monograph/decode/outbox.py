@@ -142,8 +142,8 @@ def read_log_probabilities(
         k = len(line_ids) // 2
         raw_values = line_values[: 1 + k]
         processed_values = line_values[1 + k :]
-        likeliest = list[tuple[int, float]]()
-        processed_likeliest = list[tuple[int, float]]()
+        likeliest: list[tuple[int, float]] = []
+        processed_likeliest: list[tuple[int, float]] = []
         if likeliest_count:
             likeliest = _possible_tokens(line_ids[:k], raw_values[1:], likeliest_count)
             processed_likeliest = _possible_tokens(

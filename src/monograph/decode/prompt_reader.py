@@ -153,7 +153,7 @@ class PromptReader:
             whether prompts were chosen.
         """
         # A dict, since equal prompts share a row.
-        chosen = dict[PromptToRead, None]()
+        chosen: dict[PromptToRead, None] = {}
         for prompt in map(self.part_to_read, prompts):
             if not chosen and prompt in self._prompts:
                 return False
@@ -283,7 +283,7 @@ class PromptReader:
     def rows_of(self, prompts: Iterable[PromptToRead]) -> list[int]:
         """Return the cache's rows of these prompts, up to the first prompt that it does not have."""
         row_of = {prompt: row for row, prompt in enumerate(self._prompts)}
-        rows = list[int]()
+        rows: list[int] = []
         for prompt in prompts:
             row = row_of.get(self.part_to_read(prompt))
             if row is None:
@@ -333,8 +333,8 @@ class PromptReader:
         self._passes.run(1, self.cache.block_count_for(max(begins) + count), count)
         if self.keeps_last:
             # The rows whose prompts end in this pass, and the columns of their last tokens.
-            rows = list[int]()
-            columns = list[int]()
+            rows: list[int] = []
+            columns: list[int] = []
             for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
                 column = len(prompt.ids) - 1 - begin
                 if 0 <= column < count:

@@ -412,16 +412,19 @@ class DecodeStep:
         edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
 
-    def logits_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
+    def logits_of_proposed(self, proposed_BK: Tensor, blocks: int, cache: KVCache) -> Tensor:
         """Return the logits after each row's last token and after each proposed one, [B, K + 1, V].
 
         Args:
             proposed_BK: the ids that are proposed to follow the last token.
             blocks: how many blocks of the cache attention reads.
+            cache: the step's cache with so many blocks. If the model has recurrences, it is the cache of a trial
+                (`KVCache.trial`).
         """
         state = self.state
         kernels = self.forward_kernels
-        if kernels is not None and kernels.follows_autocast("cuda"):
+        has_attention_alone = not self.cache.recurrences
+        if kernels is not None and has_attention_alone and kernels.follows_autocast("cuda"):
             tokens_BS, positions_BS = self._proposed(proposed_BK)
             adapter_R = state.adapter_B.repeat(tokens_BS.shape[1])
             with rows_with_adapters(self.bank, adapter_R):
@@ -430,18 +433,16 @@ class DecodeStep:
                 )
             if by_kernels_BSV is not None:
                 return by_kernels_BSV
-        return self.logits_of(self.hidden_of_proposed(proposed_BK, blocks))
+        return self.logits_of(self.hidden_of_proposed(proposed_BK, cache))
 
-    def hidden_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
+    def hidden_of_proposed(self, proposed_BK: Tensor, cache: KVCache) -> Tensor:
         """Return the final hidden states of each row's last token and of each proposed one, [B, K + 1, D].
 
         Arguments are those of `logits_of_proposed`.
         """
         tokens_BS, positions_BS = self._proposed(proposed_BK)
         with rows_with_adapters(self.bank, self.state.adapter_B):
-            hidden_BSD: Tensor = self.model(
-                tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)
-            )
+            hidden_BSD: Tensor = self.model(tokens_BS, positions=positions_BS, cache=cache)
         return hidden_BSD
 
     def _proposed(self, proposed_BK: Tensor) -> tuple[Tensor, Tensor]:

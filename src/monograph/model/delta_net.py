@@ -246,6 +246,11 @@ class GatedDeltaNet(Mixer):
         includes does not change the state, and gets the same output again. In a pass of several tokens,
         all must be new. A token whose position is at or beyond the row's limit is not added.
         """
+        cache.cache.keep_call(
+            lambda other: self._cached(
+                channels_BTC, decay_BTH, beta_BTH, cache._replace(cache=other)
+            )
+        )
         recurrence = cast(LayerState, cache.cache.recurrence(cache.layer_index))
         new = recurrence.with_inputs(channels_BTC, cache.positions_BT)
         is_one_token = channels_BTC.shape[1] == 1

@@ -217,6 +217,11 @@ class Mamba2(Mixer):
         Returns:
             The inputs of each head, [B, T, H, V], and the scan's outputs, [B, H, T, V].
         """
+        cache.cache.keep_call(
+            lambda other: self._cached(
+                channels_BTC, decay_BTH, step_BTH, cache._replace(cache=other)
+            )
+        )
         recurrence = cast(LayerState, cache.cache.recurrence(cache.layer_index))
         wide = recurrence.state_BHEV.dtype
         new = recurrence.with_inputs(channels_BTC, cache.positions_BT)

@@ -54,6 +54,14 @@ class Recurrence(Protocol):
         """Return the tensors apart from `limit_B`, [B, ...] each. All are zero before the first token."""
         ...
 
+    def copied(self) -> Recurrence:
+        """Return a state of its own with the same numbers."""
+        ...
+
+    def limited(self, limit_B: Tensor) -> Recurrence:
+        """Return the same state, with another limit."""
+        ...
+
 
 class Cache(Protocol):
     """The interface of a key-value cache; slot s holds the key and value of position s."""
@@ -80,6 +88,14 @@ class Cache(Protocol):
 
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return the state of a layer that has a recurrence."""
+        ...
+
+    def keep_call(self, call: Callable[[Cache], object]) -> None:
+        """Take a call that changes the state of a layer as this pass does, given a cache.
+
+        A cache of a pass of which only some tokens will count makes the calls again for these
+        (`monograph.decode.cache.KVCache.trial`).
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,14 @@ class InputState(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Return all tensors except the limit."""
         return [self.inputs_BKC, self.count_B]
+
+    def copied(self) -> Self:
+        """Return a state of its own with the same numbers."""
+        return type(self)(*(tensor.clone() for tensor in self))
+
+    def limited(self, limit_B: Tensor) -> Self:
+        """Return the same state, with another limit."""
+        return self._replace(limit_B=limit_B)
 
     def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> PassInputs:
         """Return what a pass adds to the inputs, and from which inputs it computes its outputs.
@@ -98,6 +106,14 @@ class LayerState(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Return all tensors except the limit."""
         return [self.inputs_BKC, self.state_BHEV, self.count_B]
+
+    def copied(self) -> Self:
+        """Return a state of its own with the same numbers."""
+        return type(self)(*(tensor.clone() for tensor in self))
+
+    def limited(self, limit_B: Tensor) -> Self:
+        """Return the same state, with another limit."""
+        return self._replace(limit_B=limit_B)
 
     def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> PassInputs:
         """Return what a pass adds to the inputs (`InputState.with_inputs`)."""

@@ -93,11 +93,20 @@ class ShortConv(Mixer):
             segments_BT = cast(Tensor | None, mask)
             mixed_BTD = self.conv(gated_BTD, segments_BT)
         else:
-            state = cast(InputState, cache.cache.recurrence(cache.layer_index))
-            new = state.with_inputs(gated_BTD, cache.positions_BT)
-            mixed_BTD = self.conv.convolve_inputs(new.convolved_BSC)
-            state.store(new)
+            mixed_BTD = self._cached(gated_BTD, cache)
         return self.out_proj(output_gate_BTD * mixed_BTD)
+
+    def _cached(self, gated_BTD: Tensor, cache: LayerCache) -> Tensor:
+        """Add the pass's tokens to the cached inputs, and return the convolution's outputs.
+
+        `InputState.with_inputs` says which tokens change the state.
+        """
+        cache.cache.keep_call(lambda other: self._cached(gated_BTD, cache._replace(cache=other)))
+        state = cast(InputState, cache.cache.recurrence(cache.layer_index))
+        new = state.with_inputs(gated_BTD, cache.positions_BT)
+        mixed_BTD = self.conv.convolve_inputs(new.convolved_BSC)
+        state.store(new)
+        return mixed_BTD
 
     @classmethod
     def initial_values(
