@@ -13,6 +13,7 @@ import torch
 
 from batches import tiny_llama
 from laws.test_drafted_is_undrafted import (
+    RECURRENT,
     SLOTS,
     TOKENIZER,
     WINDOWED,
@@ -98,7 +99,8 @@ def slow_proposals(
     "sizes",
     [
         pytest.param({}, id="all positions", marks=pytest.mark.slow),
-        pytest.param(WINDOWED, id="a window"),
+        pytest.param(WINDOWED, id="a window", marks=pytest.mark.slow),
+        pytest.param(RECURRENT["delta net"], id="delta net"),
     ],
 )
 def test_a_text_with_the_head_s_drafts_is_the_text_without(

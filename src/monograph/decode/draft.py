@@ -21,6 +21,10 @@ The keys and values of rejected proposals stay in both caches, after the row's l
 pass overwrites them. Attention multiplies them by 0, and 0 times NaN is NaN. So a rejected proposal whose
 keys or values are not finite ends the text, as a token of the text itself would.
 
+The state of a recurrent layer has no places that could be overwritten. So a pass over proposed tokens
+changes copies of the states (`KVCache.trial`), and afterwards the states themselves take in the tokens that
+count. What the layers had computed from the tokens is kept for that, so that it takes no second pass.
+
 A pass may round otherwise than the steps that it replaces (`rounds_as_steps`). Whether it does decides how
 drafts can be switched off where they do not pay (`monograph.decode.draft_budget`): a text must not depend
 on what other texts do to a budget that it shares with them.
