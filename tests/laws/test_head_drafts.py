@@ -94,7 +94,13 @@ def slow_proposals(
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("sizes", [{}, WINDOWED], ids=["all positions", "a window"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="all positions"),
+        pytest.param(WINDOWED, id="a window"),
+    ],
+)
 def test_a_text_with_the_head_s_drafts_is_the_text_without(
     rows: int, sizes: dict[str, Any]
 ) -> None:

@@ -98,7 +98,7 @@ def require_equal(found: Any, expected: Any) -> None:
 
 
 # With the cost of four steps, drafts are switched off and tried again while the crowd is served.
-@pytest.mark.parametrize("cost", [1.0, 4.0])
+@pytest.mark.parametrize("cost", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 def test_a_crowd_gets_the_texts_of_a_server_without_drafts(
     plain: Served, cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
