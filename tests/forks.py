@@ -10,11 +10,14 @@ before: PyTorch is limited to one thread, and tokenizers and Arrow may start the
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing import Pipe
@@ -29,6 +32,9 @@ UNTIL_FORKED = {
     "TOKENIZERS_PARALLELISM": "false",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
+# What some test of nearly every fork imports, so that it is imported once for all of them.
+SHARED = ("matplotlib.pyplot", "transformers.models.llama.modeling_llama")
+MANY_FILES = 100  # more than anybody names by hand
 NUMBER_BYTES = 4  # of a file's number, as the workers read it from the queue
 
 
@@ -69,6 +75,10 @@ class Forks:
         files = [
             list(tests) for _, tests in groupby(session.items, lambda item: file_of(item.nodeid))
         ]
+        for module in SHARED if len(files) > MANY_FILES else ():
+            with suppress(ImportError):
+                importlib.import_module(module)
+        gc.freeze()
         # The queue is a pipe with the numbers of all files, from which the workers read.
         queue, filled = os.pipe()
         os.write(filled, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(files))))

@@ -113,11 +113,12 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
         assert [value for _, value in mine[2]] == pytest.approx(values, abs=1e-5)
 
 
+# By day a model with both kinds of layers, whose rows are at different positions.
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({}, id="all positions", marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow, id="all positions"),
         pytest.param(WINDOWED, id="a window"),
     ],
 )
@@ -260,6 +261,7 @@ def proposing_for_itself(model: Llama, rows: int, **options: Any) -> Generator:
     )
 
 
+# How it reads behind, alone: test_after_a_pause_a_draft_knows_the_text.
 @pytest.mark.parametrize("reads_behind", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_rows_switch_drafts_off_and_on(
     monkeypatch: pytest.MonkeyPatch, reads_behind: bool

@@ -96,7 +96,7 @@ def test_a_fault_at_any_operation_leaves_the_former_or_the_new(
 
 @pytest.mark.parametrize(
     ("modes", "stride"),
-    [(("EIO", "EMFILE from here on"), 9), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)],
+    [(("EIO", "EMFILE from here on"), 15), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)],
 )
 # Others: test_unread_is_unknown.
 @pytest.mark.parametrize("name", ["metrics", "beginning", "resume"])

@@ -91,7 +91,7 @@ def require_valid(message: dict[str, Any]) -> None:
 
 
 # Each family takes a server. How its frame is found and read is tested by day for all, in tests/text.
-BY_DAY = ("tags", "list", "fields")
+BY_DAY = ("tags", "fields")
 SERVED = [
     each if each in BY_DAY else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
 ]
@@ -365,7 +365,7 @@ TREE = {
 
 
 @pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
-@pytest.mark.parametrize("name", ["tags", "list"])
+@pytest.mark.parametrize("name", ["tags", pytest.param("list", marks=pytest.mark.slow)])
 def test_a_strict_call_of_a_recursive_schema_is_valid(
     name: str, family: Callable[[str], Served]
 ) -> None:

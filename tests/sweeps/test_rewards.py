@@ -61,7 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
     "two updates of a sample": {"rl.updates": 2, "rl.advantage": "reinforce"},
     "several draws, dapo": {"rl.draws": 3, "rl.advantage": "dapo"},
     "a form, entropy": {"rl.answer_regex": "[a-z]{1,5}", "rl.entropy_coef": 0.01},
-    "a KL term": {"rl.kl": "k3", "rl.kl_coef": 0.3, "rl.updates": 2, "rl.advantage": "reinforce"},
+    "a KL term": {
+        "rl.temperature": 0.9,
+        "rl.kl": "k3",
+        "rl.kl_coef": 0.3,
+        "rl.updates": 2,
+        "rl.advantage": "reinforce",
+    },
     "a KL term of the reward": {"rl.kl": "k1", "rl.kl_coef": 0.3, "rl.advantage": "rloo"},
     "cut answers, cispo": {
         "rl.truncated": "mask",
@@ -72,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a teacher": {"rl.reward": "teacher", "rl.teacher": "base"},
 }
 NIGHTLY = (
+    "as given",
     "several draws, dapo",
     "cut answers, cispo",
     "a penalty, grpo",
