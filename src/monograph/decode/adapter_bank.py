@@ -203,14 +203,14 @@ class AdapterBank(BankOfRows):
         """
         self.capacity = capacity
         self.rank = rank
-        self.slots = dict[str, int]()
+        self.slots: dict[str, int] = {}
         self.last_writes = [0] * (capacity + 1)
-        self.layers = dict[str, Banked]()
+        self.layers: dict[str, Banked] = {}
         self.embedding: BankedEmbedding | None = None
         self.head: BankedHead | None = None
         self.token_count = tokens
         self.has_magnitudes = has_magnitudes
-        self._digests = dict[int, str]()
+        self._digests: dict[int, str] = {}
         self._free = list(range(1, capacity + 1))
         self._writes = 0
         for name, layer in layers.items():

@@ -152,7 +152,9 @@ class Generation:
 
         def submit(count: int) -> None:
             for number, request in itertools.islice(waiting, count):
-                logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
+                logprobs: list[LogProbability] | None = None
+                if request.sampling.logprobs is not None:
+                    logprobs = []
                 transcript = Transcript(self._tokenizer, self._stop, request.prompt_ids)
                 unfinished[number] = _UnfinishedCompletion(transcript, logprobs)
                 completion_numbers[self.generator.submit(request)] = number
