@@ -33,7 +33,7 @@ UNTIL_FORKED = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 # What some test of nearly every fork imports, so that it is imported once for all of them.
-SHARED = ("matplotlib.pyplot", "peft", "transformers.models.llama.modeling_llama")
+SHARED = ("matplotlib.pyplot", "transformers.models.llama.modeling_llama")
 MANY_FILES = 100  # more than anybody names by hand
 NUMBER_BYTES = 4  # of a file's number, as the workers read it from the queue
 
