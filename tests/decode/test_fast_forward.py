@@ -155,12 +155,16 @@ def test_weights_of_one_product_with_other_numbers_in_4_bits_are_an_obstacle() -
     """As in a folder that has some weights in nf4 and others in fp4; a kernel reads one table for all."""
     from monograph.decode.fast_forward import obstacle
 
+    def give_other_numbers(layer: Any) -> None:
+        layer.table.mul_(2)
+        layer.numbers = tuple(layer.table.tolist())
+
     model = adapted("nf4")
     assert obstacle(model) is None
     attention = model.model.layers[0].self_attn
-    attention.o_proj.table.mul_(2)  # is the only layer of its product
+    give_other_numbers(attention.o_proj)  # is the only layer of its product
     assert obstacle(model) is None
-    attention.k_proj.table.mul_(2)
+    give_other_numbers(attention.k_proj)
     assert "other tables" in (obstacle(model) or "")
 
 
