@@ -24,7 +24,7 @@ from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
-from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.ops.attention import MIN_BLOCK
 from monograph.text.tokenizer import Tokenizer
 
@@ -240,6 +240,34 @@ def test_replayed_passes_over_proposed_tokens_write_what_single_steps_write(mode
     assert drafted.reads_behind
     assert written(drafted) == written(decoder())
     assert drafted.drafted_tokens > 1.1 * drafted.drafted_passes
+
+
+def test_a_recurrent_model_and_its_own_head_are_replayed() -> None:
+    """What a pass changes of the states is a part of its graph."""
+    model = tiny_llama(
+        torch.float64,
+        model_type="qwen3_5_text",
+        layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
+        mtp_num_hidden_layers=1,
+        vocab_size=259,
+        max_position_embeddings=200,
+    ).cuda()
+
+    def decoder(**options: Any) -> Generator:
+        return Generator(
+            model,
+            chain_of([Sampling(**FULL)]),
+            rows=3,
+            slots=200,
+            vocabulary=259,
+            automata=[PATTERN, STOP],
+            pace=7,
+            **options,
+        )
+
+    drafted = decoder(mode="captured", draft="mtp", draft_tokens=1)
+    assert written(drafted) == written(decoder())
+    assert drafted.drafted_passes > 10
 
 
 def test_more_proposed_tokens_than_a_tile_has_rows_are_left_to_the_models_own_pass() -> None:
