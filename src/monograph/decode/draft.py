@@ -56,6 +56,7 @@ from monograph.graph.replay import Recorder
 from monograph.model import layer_inputs
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.model.mixer import mixer_of
 from monograph.model.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -237,8 +238,11 @@ class Drafter(Proposer):
                 "attention alone"
             )
         self.forward_kernels: FastForward | None = None
-        share = weights_read(model) / weights_read(target)
-        self.cost = cost_of_pass(rows, tokens, share, weight.device.type)
+        # A step of few weights in many layers takes as long as its layers' operators.
+        of_layers = model.config.num_hidden_layers / target.config.num_hidden_layers
+        share = max(weights_read(model) / weights_read(target), of_layers)
+        recurrent = recurrent_share(target.config)
+        self.cost = cost_of_pass(rows, tokens, share, weight.device.type, recurrent)
 
     def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
         """Choose the prompts that are read next; see `PromptReader.choose_prompts`."""
@@ -458,6 +462,13 @@ def _without_adapter(prompt: PromptToRead) -> PromptToRead:
     """Return a prompt without the adapter of its request, which the draft model does not have."""
     reuse_key = prompt.reuse_key._replace(adapter=BASE_SLOT, slot_write=0)
     return prompt._replace(reuse_key=reuse_key)
+
+
+def recurrent_share(config: LlamaConfig) -> float:
+    """Return the share of a model's layers that are recurrent."""
+    layers = range(config.num_hidden_layers)
+    # Layers that carry a state along the row need to know where documents begin.
+    return sum(mixer_of(config, layer).reads_segments for layer in layers) / len(layers)
 
 
 def weights_read(model: Llama) -> int:

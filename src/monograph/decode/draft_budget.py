@@ -13,9 +13,12 @@ from typing import Final
 # weights once, and computes for each row. On a CPU the number was measured (dev/log.md); that of a GPU is
 # an estimate from the rates of cards, which compute some 200 to 300 times while they read a number.
 PRODUCT_ROWS: Final = {"cpu": 16.0, "cuda": 256.0}
-# Each proposal takes TOKEN_COST plus the size of the draft model relative to the model's. Measured on a CPU
-# with one row (dev/log.md).
+# A pass takes PASS_COST more than its products, each proposal TOKEN_COST more than its share of a step, and
+# a pass of a model whose layers are all recurrent RECURRENCE_COST more, since it computes their states twice.
+# Measured on a CPU with one row (dev/log.md).
+PASS_COST = 0.2
 TOKEN_COST = 0.1
+RECURRENCE_COST = 0.6
 # Drafts are switched off once they have cost the time of this many steps more than they saved.
 MAX_LOST_STEPS = 4.0
 # Each step without drafts forgives this much of what they have lost. Drafts are tried again once half of it
@@ -47,18 +50,24 @@ class DraftBudget:
             self.is_spent = False
 
 
-def cost_of_pass(rows: int, tokens: int, share: float, device: str) -> float:
+def cost_of_pass(
+    rows: int, tokens: int, share: float, device: str, recurrent: float = 0.0
+) -> float:
     """Return the estimated time of a pass with drafts in units of one ordinary step of the same rows.
 
-        (1 + (B (K + 1) - 1) / R) / (1 + (B - 1) / R) + K (share + TOKEN_COST),    R = PRODUCT_ROWS
+        (1 + (B (K + 1) - 1) / R) / (1 + (B - 1) / R) + PASS_COST + K (share + TOKEN_COST)
+            + recurrent RECURRENCE_COST,    R = PRODUCT_ROWS
 
     Args:
         rows: B.
         tokens: K.
-        share: the weights that a step of the draft model reads, relative to those of the model.
+        share: the weights that a step of the draft model reads, relative to those of the model, or its number of layers
+            relative to the model's, whichever is larger.
         device: the type of device.
+        recurrent: the share of the model's layers that are recurrent.
     """
     product_rows = PRODUCT_ROWS[device]
     step = 1 + (rows - 1) / product_rows
     check = 1 + (rows * (tokens + 1) - 1) / product_rows
-    return check / step + tokens * (share + TOKEN_COST)
+    of_proposals = tokens * (share + TOKEN_COST)
+    return check / step + PASS_COST + of_proposals + recurrent * RECURRENCE_COST

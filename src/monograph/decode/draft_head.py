@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.draft import Proposer, sample_proposal, weights_read
+from monograph.decode.draft import Proposer, recurrent_share, sample_proposal, weights_read
 from monograph.decode.draft_budget import cost_of_pass
 from monograph.decode.knobs import Chain
 from monograph.decode.prompt_reader import Continuation, PromptReader, PromptToRead, Wrap
@@ -145,8 +145,10 @@ class HeadDrafter(Proposer):
         self.next_BS = zeros(rows, tokens + 1)
         self.hidden_BSD = weight.new_zeros(rows, tokens + 1, model.config.hidden_size)
         of_head = sum(parameter.numel() for parameter in model.mtp.parameters())
-        share = (of_head + weight.numel()) / weights_read(model)
-        self.cost = cost_of_pass(rows, tokens, share, weight.device.type)
+        of_layers = 1 / model.config.num_hidden_layers
+        share = max((of_head + weight.numel()) / weights_read(model), of_layers)
+        recurrent = recurrent_share(model.config)
+        self.cost = cost_of_pass(rows, tokens, share, weight.device.type, recurrent)
 
     def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
         """See `Proposer.choose_prompts`."""
