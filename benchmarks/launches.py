@@ -135,8 +135,8 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         window = {name: window[name] for name in ("tokens", "targets")}
     engine = engine_of(shape, precision)
     step = engine.step
-    assert step.recorder is not None
-    step.recorder.least = 0.0  # type: ignore[attr-defined]  # the pretended card is never busy
+    reasons = list[str]()
+    step.announce = reasons.append  # gets the reason if the micro-step cannot be replayed
     if obstacle := engine.capture(window):
         raise SystemExit(f"launches.py: the step cannot be captured: {obstacle}")
     engine.accumulate(window)
@@ -148,7 +148,8 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
     with pretended.Counted() as replayed:
         step.micro_step(batch)
     if not replayed.graphs:
-        raise SystemExit("launches.py: the micro-step is not replayed")
+        why = "; ".join(reasons) or "the driver saw no launch of a graph"
+        raise SystemExit(f"launches.py: the micro-step is not replayed: {why}")
     with pretended.Counted() as called:
         step._micro_step(batch)
     with pretended.Products() as products:

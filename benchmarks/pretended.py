@@ -174,8 +174,13 @@ def watch() -> None:
     only log itself.
 
     Raises:
-        SystemExit: this process does not run on a pretended card.
+        SystemExit: this process does not run on a pretended card, or its kernels compute, so that the
+            driver sees neither their launches nor replays.
     """
+    if "pretended_gpu.numbers" in sys.modules:
+        raise SystemExit(
+            "launches are counted where kernels compute nothing: run this without -p pretended_gpu.plugin"
+        )
     if not card.PRELOADED:
         script = Path(sys.argv[0]).name
         command = f"python tests/pretended_gpu/environment.py run 90 python benchmarks/{script}"

@@ -4,6 +4,8 @@ all of it)
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -74,3 +76,12 @@ def test_what_a_capture_may_not_do_ends_it(illegal) -> None:
     with pytest.raises((RuntimeError, torch.AcceleratorError)):
         graph_of(lambda: illegal(numbers))
     assert numbers.tolist() == [1] * 4  # the card goes on
+
+
+def test_launches_are_not_counted_of_kernels_that_compute(monkeypatch) -> None:
+    """Python does the work of a replay here, so the driver would count none."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import pretended
+
+    with pytest.raises(SystemExit, match="run this without -p pretended_gpu.plugin"):
+        pretended.watch()
