@@ -135,7 +135,7 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         window = {name: window[name] for name in ("tokens", "targets")}
     engine = engine_of(shape, precision)
     step = engine.step
-    reasons = list[str]()
+    reasons: list[str] = []
     step.announce = reasons.append  # gets the reason if the micro-step cannot be replayed
     if obstacle := engine.capture(window):
         raise SystemExit(f"launches.py: the step cannot be captured: {obstacle}")
