@@ -129,6 +129,17 @@ def one_graph_under_ddp() -> None:
     torch._dynamo.config.optimize_ddp = False
 
 
+def leave_out_of_ddp(module: torch.nn.Module, names: list[str]) -> None:
+    """Let DDP, which will wrap the module, not wait for gradients of these parameters.
+
+    Args:
+        module: the module that is wrapped.
+        names: the parameters' names in it.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
 @functools.cache
 def quiet_selective_recompute() -> None:
     """Silence torch's warning that a recomputed region must not contain in-place operators.

@@ -52,7 +52,7 @@ class Replicas(ByRank):
         module = _ModelWithLoss(self.step)
         # DDP would wait for gradients that no backward pass makes.
         never_trained = [name for name, _ in module.named_parameters() if is_never_trained(name)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, never_trained)
+        compat.leave_out_of_ddp(module, never_trained)
         self.parallel = DistributedDataParallel(module)
         # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
         self.parallel.register_comm_hook(
