@@ -147,7 +147,8 @@ def test_a_model_is_talked_to_through_a_pipe_and_on_a_terminal(
     os.write(ours, b"why 1\n")
     command.until(lambda: command.out.count("> ") == 2)
     command.signal(signal.SIGINT)
-    command.until(lambda: "Ctrl-D leaves)" in command.out)
+    # Until the prompt is there again, the terminal is not ready for a Ctrl-D, which would be lost.
+    command.until(lambda: "Ctrl-D leaves)" in command.out and command.out.endswith("> "))
     os.write(ours, b"\x04")
     done = command.wait()
     os.close(ours)
