@@ -25,6 +25,7 @@ from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.llama import Llama
 from monograph.ops.attention import MIN_BLOCK
 from monograph.text.tokenizer import Tokenizer
 
@@ -216,6 +217,20 @@ def test_rows_with_their_own_adapters_are_replayed_and_read_what_is_in_their_slo
     assert second[3] == first[1] and captured.replays.variant_count == variants
 
 
+def two_blocks_of(model: Llama, **options: Any) -> Generator:
+    """A generator of which two blocks are under way at a time."""
+    return Generator(
+        model,
+        chain_of([Sampling(**FULL)]),
+        rows=3,
+        slots=200,
+        vocabulary=259,
+        automata=[PATTERN, STOP],
+        pace=7,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("mode", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_replayed_passes_over_proposed_tokens_write_what_single_steps_write(mode: Mode) -> None:
     """Two blocks are under way at a time, and in each a row has another number of tokens."""
@@ -224,21 +239,9 @@ def test_replayed_passes_over_proposed_tokens_write_what_single_steps_write(mode
     draft = tiny_llama(torch.float64, num_hidden_layers=1, **sizes).cuda()
     draft.load_state_dict(model.state_dict(), strict=False)
 
-    def decoder(**options: Any) -> Generator:
-        return Generator(
-            model,
-            chain_of([Sampling(**FULL)]),
-            rows=3,
-            slots=200,
-            vocabulary=259,
-            automata=[PATTERN, STOP],
-            pace=7,
-            **options,
-        )
-
-    drafted = decoder(mode=mode, draft=draft, draft_tokens=2)
+    drafted = two_blocks_of(model, mode=mode, draft=draft, draft_tokens=2)
     assert drafted.reads_behind
-    assert written(drafted) == written(decoder())
+    assert written(drafted) == written(two_blocks_of(model))
     assert drafted.drafted_tokens > 1.1 * drafted.drafted_passes
 
 
@@ -253,20 +256,8 @@ def test_a_recurrent_model_and_its_own_head_are_replayed() -> None:
         max_position_embeddings=200,
     ).cuda()
 
-    def decoder(**options: Any) -> Generator:
-        return Generator(
-            model,
-            chain_of([Sampling(**FULL)]),
-            rows=3,
-            slots=200,
-            vocabulary=259,
-            automata=[PATTERN, STOP],
-            pace=7,
-            **options,
-        )
-
-    drafted = decoder(mode="captured", draft="mtp", draft_tokens=1)
-    assert written(drafted) == written(decoder())
+    drafted = two_blocks_of(model, mode="captured", draft="mtp", draft_tokens=1)
+    assert written(drafted) == written(two_blocks_of(model))
     assert drafted.drafted_passes > 10
 
 

@@ -5,6 +5,7 @@ that is not trained, and a cap of the logits that losses read from the head.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,17 @@ def test_layers_at_the_end_take_keys_of_the_last_layer_of_their_kind() -> None:
     # Layers with a window have 16 numbers for a position's keys, the others 24.
     shared_bytes = KVCache.bytes_per_row(config, 16, torch.float32)
     assert shared_bytes * 120 == KVCache.bytes_per_row(alone, 16, torch.float32) * 56
+
+
+def test_thousands_of_layers_find_their_keys_at_once() -> None:
+    """A file of a few bytes may say so many, and its weights are compared with it before it is refused."""
+    layers = 10_000
+    sizes = SMALL_SIZES | {"num_hidden_layers": layers, "num_kv_shared_layers": layers // 2}
+    config = tiny_config(**sizes | {"layer_types": (SLIDING_ATTENTION, FULL_ATTENTION) * 5_000})
+    start = time.process_time()
+    assert config.keys_layer(layers - 1) == layers // 2 - 1
+    assert sum(config.gives_keys(layer) for layer in range(layers)) == 2
+    assert time.process_time() - start < 1
 
 
 def test_files_may_have_keys_that_no_layer_reads(tmp_path: Path) -> None:

@@ -241,21 +241,25 @@ class KVCache:
         recurrences are copies, and `count_tokens` of this cache lets the tokens that count change the
         recurrences themselves.
         """
-        trial = self.with_first_blocks(self.seen_blocks or len(self.keys[0]))
-        trial.recurrences = {
-            layer: recurrence.copied() for layer, recurrence in self.recurrences.items()
-        }
+        trial = self._with_recurrences(
+            {layer: recurrence.copied() for layer, recurrence in self.recurrences.items()}
+        )
         trial._kept_calls = []
         return trial
 
     def count_tokens(self, trial: Self, limit_B: Tensor) -> None:
         """Let the tokens of a trial pass change the recurrences, those at positions below `limit_B`, [B]."""
-        limited = self.with_first_blocks(self.seen_blocks or len(self.keys[0]))
-        limited.recurrences = {
-            layer: recurrence.limited(limit_B) for layer, recurrence in self.recurrences.items()
-        }
+        limited = self._with_recurrences(
+            {layer: recurrence.limited(limit_B) for layer, recurrence in self.recurrences.items()}
+        )
         for call in trial._kept_calls or []:
             call(limited)
+
+    def _with_recurrences(self, recurrences: Mapping[int, Recurrence]) -> Self:
+        """Return a cache with the same keys and values, and other recurrences."""
+        changed = self.with_first_blocks(self.seen_blocks or len(self.keys[0]))
+        changed.recurrences = recurrences
+        return changed
 
     def keep_call(self, call: Callable[[Cache], object]) -> None:
         """Keep a call of a trial pass; see `monograph.model.mixer.Cache`."""

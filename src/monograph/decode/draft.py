@@ -372,9 +372,7 @@ class DraftedStep:
         cache = step.cache.with_first_blocks(blocks)
         if step.cache.recurrences:
             cache = cache.trial()
-        logits_BSV, hidden_BSD = _read_proposed(
-            step, proposed_BK, blocks, cache, self.drafter.reads_hidden
-        )
+        logits_BSV, hidden_BSD = _read_proposed(step, proposed_BK, cache, self.drafter.reads_hidden)
         position_before_B = state.position_B.clone()
         sampled_tokens: list[Tensor] = []
         for index in range(self.drafter.tokens + 1):
@@ -399,13 +397,13 @@ class DraftedStep:
 
 
 def _read_proposed(
-    step: DecodeStep, proposed_BK: Tensor, blocks: int, cache: KVCache, reads_hidden: bool
+    step: DecodeStep, proposed_BK: Tensor, cache: KVCache, reads_hidden: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits after each row's last token and each proposed one, [B, S, V], and if asked for the
     final hidden states [B, S, D], which the kernels of steps do not give.
     """
     if not reads_hidden:
-        return step.logits_of_proposed(proposed_BK, blocks, cache), None
+        return step.logits_of_proposed(proposed_BK, cache), None
     hidden_BSD = step.hidden_of_proposed(proposed_BK, cache)
     return step.logits_of(hidden_BSD), hidden_BSD
 
@@ -448,7 +446,7 @@ def rounds_as_steps(step: DecodeStep, tokens: int, reads_hidden: bool) -> bool:
     state.position_B.fill_(first)
     with torch.no_grad():
         pass_BSV, _ = _read_proposed(
-            trial, tokens_BS[:, 1:], 1, cache.with_first_blocks(1), reads_hidden
+            trial, tokens_BS[:, 1:], cache.with_first_blocks(1), reads_hidden
         )
         for column in range(tokens + 1):
             state.token_B.copy_(tokens_BS[:, column])

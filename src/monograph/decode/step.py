@@ -412,24 +412,24 @@ class DecodeStep:
         edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
 
-    def logits_of_proposed(self, proposed_BK: Tensor, blocks: int, cache: KVCache) -> Tensor:
+    def logits_of_proposed(self, proposed_BK: Tensor, cache: KVCache) -> Tensor:
         """Return the logits after each row's last token and after each proposed one, [B, K + 1, V].
 
         Args:
             proposed_BK: the ids that are proposed to follow the last token.
-            blocks: how many blocks of the cache attention reads.
-            cache: the step's cache with so many blocks. If the model has recurrences, it is the cache of a trial
-                (`KVCache.trial`).
+            cache: the step's cache, with the blocks that attention reads (`KVCache.with_first_blocks`). If the
+                model has recurrences, it is the cache of a trial (`KVCache.trial`).
         """
         state = self.state
         kernels = self.forward_kernels
         has_attention_alone = not self.cache.recurrences
         if kernels is not None and has_attention_alone and kernels.follows_autocast("cuda"):
+            assert cache.seen_blocks is not None
             tokens_BS, positions_BS = self._proposed(proposed_BK)
             adapter_R = state.adapter_B.repeat(tokens_BS.shape[1])
             with rows_with_adapters(self.bank, adapter_R):
                 by_kernels_BSV = kernels.logits_of_columns(
-                    tokens_BS, positions_BS, self.cache, blocks
+                    tokens_BS, positions_BS, cache, cache.seen_blocks
                 )
             if by_kernels_BSV is not None:
                 return by_kernels_BSV

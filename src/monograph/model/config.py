@@ -744,17 +744,25 @@ class LlamaConfig:
         """Return the layer whose keys and values a layer attends to: its own index, or that of an earlier
         layer (`num_kv_shared_layers`).
         """
-        first_without = self.num_hidden_layers - self.num_kv_shared_layers
-        if layer < first_without:
+        if layer < self.num_hidden_layers - self.num_kv_shared_layers:
             return layer
-        kind = self._layer_name(layer)
-        return max(other for other in range(first_without) if self._layer_name(other) == kind)
+        return self._last_with_keys(self._layer_name(layer))
 
     def gives_keys(self, layer: int) -> bool:
         """Return whether a later layer attends to the keys and values of a layer."""
+        if not self.num_kv_shared_layers:
+            return False
+        kind = self._layer_name(layer)
         first_without = self.num_hidden_layers - self.num_kv_shared_layers
         takers = range(first_without, self.num_hidden_layers)
-        return layer < first_without and any(self.keys_layer(taker) == layer for taker in takers)
+        is_taken = any(self._layer_name(taker) == kind for taker in takers)
+        return is_taken and self._last_with_keys(kind) == layer
+
+    def _last_with_keys(self, kind: str) -> int:
+        """Return the last layer of a kind that has keys and values of its own."""
+        with_keys = range(self.num_hidden_layers - self.num_kv_shared_layers)
+        # From the end, since a file may have thousands of layers, and the last ones are asked for.
+        return next(layer for layer in reversed(with_keys) if self._layer_name(layer) == kind)
 
     def _layer_name(self, layer: int) -> str:
         """Return the name of a layer's kind in `layer_types`."""

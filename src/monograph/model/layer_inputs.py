@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import ACTIVATIONS, Linear, make_norm
+from monograph.model.layers import ACTIVATIONS, Linear, make_norm, make_scale
 
-# The names of the decoder's modules: the table, the projection and its norm.
-TABLE = "embed_tokens_per_layer"
+# The names of the decoder's modules: the table and its factor, the projection and its norm.
+_TABLE = "embed_tokens_per_layer"
+_TABLE_SCALE = "scale_embedded_per_layer"
 _PROJECTION = "per_layer_model_projection"
 _PROJECTION_NORM = "per_layer_projection_norm"
 # The modules of a block.
@@ -41,20 +42,24 @@ def add_to_decoder(decoder: nn.Module, config: LlamaConfig) -> None:
     padding = None if config.family.trains_padding else config.pad_token_id
     # Given a weight, nn.Embedding does not sample one.
     table = nn.Embedding(rows, widths, padding, _weight=torch.empty(rows, widths))
-    decoder.add_module(TABLE, table)
+    decoder.add_module(_TABLE, table)
     decoder.add_module(_PROJECTION, Linear(config.hidden_size, widths, bias=False))
     decoder.add_module(_PROJECTION_NORM, make_norm(config, width))
+    # transformers keeps the factor of the table in fp32. It is made on the CPU even if the model is built on
+    # the meta device, whose tensors have no numbers.
+    factor = torch.tensor(width**0.5, dtype=torch.float32, device="cpu").item()
+    decoder.add_module(_TABLE_SCALE, make_scale(factor))
 
 
 def table_of(decoder: nn.Module) -> nn.Embedding:
     """Return the second table of embeddings, [V, L P]."""
-    table: nn.Embedding = getattr(decoder, TABLE)
+    table: nn.Embedding = getattr(decoder, _TABLE)
     return table
 
 
 def modules_of_decoder(decoder: nn.Module) -> list[nn.Module]:
     """Return the modules that `add_to_decoder` has added."""
-    return [getattr(decoder, name) for name in (TABLE, _PROJECTION, _PROJECTION_NORM)]
+    return [getattr(decoder, name) for name in (_TABLE, _PROJECTION, _PROJECTION_NORM)]
 
 
 def inputs_of_layers(
@@ -64,9 +69,8 @@ def inputs_of_layers(
     table, projection, norm = modules_of_decoder(decoder)
     split = (config.num_hidden_layers, config.hidden_size_per_layer_input)
     projected_BTLP = (projection(embedded_BTD) * config.hidden_size**-0.5).unflatten(-1, split)
-    # transformers keeps the factor in fp32.
-    scale = torch.tensor(split[1] ** 0.5, dtype=torch.float32, device="cpu").item()
-    looked_up_BTLP = (table(tokens_BT) * scale).to(embedded_BTD.dtype).unflatten(-1, split)
+    scale_table = getattr(decoder, _TABLE_SCALE)
+    looked_up_BTLP = scale_table(table(tokens_BT)).to(embedded_BTD.dtype).unflatten(-1, split)
     both_BTLP = (norm(projected_BTLP) + looked_up_BTLP) * 2**-0.5
     return both_BTLP.unbind(2)
 

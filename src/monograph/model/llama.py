@@ -423,11 +423,8 @@ class Llama(nn.Module):
         self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}
         self.balance_factor = mixture_keys.balance_factor(config)
-        # The layer from which each layer has its keys and values, and the layers that give some to others.
+        # The layer from which each layer has its keys and values.
         self.keys_layers = [config.keys_layer(layer) for layer in range(config.num_hidden_layers)]
-        self.giving_layers = {
-            source for layer, source in enumerate(self.keys_layers) if source != layer
-        }
         self.mtp: MultiTokenPredictor | None = None
         if config.mtp_num_hidden_layers:
             own_config = config.of_mtp_layer()
@@ -485,7 +482,7 @@ class Llama(nn.Module):
                 cache=layer_cache, taken=given.get(self.keys_layers[index])
             )
             result = block(hidden_BTD, *arguments)
-            if index in self.giving_layers:
+            if isinstance(result, tuple):
                 hidden_BTD, given[index] = result
             else:
                 hidden_BTD = result

@@ -164,7 +164,7 @@ STEP_EXCLUSIONS = (
     excludes(MTP, IN_PARALLEL, "it was not tried: take none"),
     excludes(MTP, ADAPTED, "the head is trained with all weights: leave one out"),
     excludes(MTP, FP8, "it was not tried: take bf16"),
-    excludes(MTP, QUANTIZED, "a GGUF file has no such head: leave one out"),
+    excludes(MTP, QUANTIZED, "it was not tried: leave one out"),
     excludes(MTP, TRANSFER, "no rule carries the head's rate to another width: leave one out"),
     Exclusion(
         MTP_WEIGHT_GIVEN,
