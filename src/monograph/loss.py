@@ -297,9 +297,14 @@ class MtpLoss(nn.Module, TokenLoss):
         # The difference is 0, or NaN if the sum is not finite, so that such an update is skipped.
         return loss_sum + (weighted - weighted.detach()), count
 
-    def take_mean(self) -> Tensor:
-        """Set `totals` to zero, and return the mean loss of the targets ahead since the last call, 0-d."""
-        mean = self.totals[0] / self.totals[1]
+    def take_mean(self, sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total) -> Tensor:
+        """Set `totals` to zero, and return the mean loss of the targets ahead since the last call, 0-d.
+
+        Args:
+            sum_over_ranks: a function that returns the sum of all ranks' tensors.
+        """
+        loss_sum, count = sum_over_ranks(self.totals).unbind()
+        mean = loss_sum / count
         self.totals.zero_()
         return mean
 

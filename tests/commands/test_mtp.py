@@ -157,7 +157,6 @@ def test_it_is_put_back_into_the_folder_of_a_model_that_sees(
             "does not go with train.memory = stream: its head is in no",
         ),
         ([HEAD, "lora.rank=2"], "does not go with lora.rank: the head is trained with all weights"),
-        ([HEAD, "train.parallel=ddp"], "does not go with train.parallel = ddp: it was not tried"),
         (
             [HEAD, "optim.transfer=width"],
             "does not go with optim.transfer = width: no rule carries",

@@ -50,6 +50,8 @@ CASES = {
     "pairs, ddp": (over(COMPARED, "train.micro_batch=1", "train.updates=3"), "ddp", "accuracy"),
     "pairs, fsdp": (over(COMPARED, "optim.name=adamw"), "fsdp", "accuracy"),
     "adapters on nf4": (over(LORA, "lora.base=nf4", "train.updates=3"), "fsdp", "loss"),
+    "a head, ddp": (over(TINY, "model.mtp_num_hidden_layers=1"), "ddp", "loss"),
+    "a head, fsdp": (over(TINY, "model.mtp_num_hidden_layers=1"), "fsdp", "loss"),
     "streaming": (over(TINY, "train.memory=stream", "model.num_hidden_layers=3"), "ddp", "loss"),
     "judged answers": (
         over(COMPARED[1:], "data.source=labelled.jsonl", "train.updates=3"),
@@ -66,6 +68,7 @@ SLOW = {
     "rewards",
     "pairs, fsdp",
     "adapters on nf4",
+    "a head, fsdp",
     "streaming",
     "judged answers",
 }

@@ -38,6 +38,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.laws.comparisons import relative_error
 from monograph.loop import EngineState
+from monograph.loss import MtpLoss
 from monograph.optim import AdamW, Group, Muon, muon, newton_schulz
 from monograph.optim.formats import FORMATS
 from monograph.predict.estimate import gathered_copy_bytes
@@ -265,6 +266,7 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "adapters in int8": (torch.float32, {}),
     "adapters in nf4": (torch.float32, {}),
     "balanced experts": (torch.float64, {}),
+    "packed head for several tokens": (torch.float64, {"loss": MtpLoss(0.7)}),
     "packed granitemoehybrid": (torch.float64, {}),
     "packed bamba": (torch.float64, {}),
     "packed nemotron_h": (torch.float64, {}),
@@ -299,6 +301,7 @@ BESIDE_BY_DAY = {
     "state in 4 bits": ["fsdp"],
     "adapters in nf4": ["fsdp"],
     "balanced experts": ["fsdp"],
+    "packed head for several tokens": ["fsdp"],
 }
 
 
@@ -316,15 +319,19 @@ def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
         one = Resident(beside(name, dtype), clip=0.5, micro_batch=ROWS, **options)
         rows = packed if name.startswith("packed") else ragged
         windows = [rows(5, seed=index) for index in range(2)]
-        expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
+        expected = [
+            (one_update(one, window), one.step.loss_factor.clone(), mean_ahead(one))
+            for window in windows
+        ]
         exact = {**one.state().model, **one.state().optimizer}
         for kind in kinds:
             many = ENGINES[kind](
                 beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options
             )
             worst = 0.0
-            for window, (alone, factor) in zip(windows, expected, strict=True):
+            for window, (alone, factor, ahead) in zip(windows, expected, strict=True):
                 shared = one_update(many, window)
+                worst = max(worst, abs(mean_ahead(many, world.sum) - ahead) / ahead)
                 # Another factor would overflow fp16 elsewhere, and round what is subnormal
                 # otherwise.
                 assert torch.equal(factor, many.step.loss_factor)
@@ -337,6 +344,13 @@ def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
             errors = {n: in_state(world, tensor, exact[n]) for n, tensor in state.items()}
             found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
+
+
+def mean_ahead(engine: Any, sum_over_ranks: Any = lambda total: total) -> float:
+    """The mean loss of the targets ahead in an update of all ranks; 1 if there is no head for them."""
+    if not isinstance(engine.loss, MtpLoss):
+        return 1.0
+    return float(engine.loss.take_mean(sum_over_ranks))
 
 
 def kept_results(module: Any) -> list[str]:
@@ -414,6 +428,8 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 def beside(name: str, dtype: torch.dtype) -> Any:
     sizes: dict[str, Any] = EXPERTS if "experts" in name else {}
+    if "several tokens" in name:
+        sizes = {"mtp_num_hidden_layers": 1}
     family = name.removeprefix("packed ")
     if family in RECURRENT:
         sizes = {"model_type": family, **RECURRENT[family]}

@@ -161,7 +161,6 @@ STEP_EXCLUSIONS = (
     excludes(SHARDED, COMPILED_WHOLE, "blocks are gathered one by one: take blocks or none"),
     excludes(MTP, MODEL_FROM_CODE, "the function builds the whole model: leave it out"),
     excludes(MTP, STREAMED, "its head is in no stage: take device"),
-    excludes(MTP, IN_PARALLEL, "it was not tried: take none"),
     excludes(MTP, ADAPTED, "the head is trained with all weights: leave one out"),
     excludes(MTP, FP8, "it was not tried: take bf16"),
     excludes(MTP, QUANTIZED, "it was not tried: leave one out"),

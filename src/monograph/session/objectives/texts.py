@@ -274,7 +274,9 @@ class TextTask(RowsTask):
     def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return the loss of a head for multi-token prediction in the last update; see `Task.figures`."""
         loss = self.engine.loss
-        return {"mtp_loss": loss.take_mean()} if isinstance(loss, MtpLoss) else {}
+        if not isinstance(loss, MtpLoss):
+            return {}
+        return {"mtp_loss": loss.take_mean(self.world.sum)}
 
     def describe_trial(self, trial: Trial) -> str:
         """Return the loss, the loss of a random guess, and the number of gradients."""
