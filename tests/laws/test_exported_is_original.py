@@ -99,6 +99,12 @@ SHAPES = {
         "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "rope_scaling": ProportionalScaling(0.25), "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
     },
+    "gemma4_text with experts": {
+        "model_type": "gemma4_text", "num_hidden_layers": 2, "sliding_window": 8, "rope_theta": 1e6,
+        "rope_local_theta": 1e4, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION), "global_head_dim": 32,
+        "rope_scaling": ProportionalScaling(0.25), "tie_word_embeddings": True, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
     "granite": {
         "attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,
         "logits_scaling": 2.0, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
@@ -258,7 +264,7 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1 and not any(
-                    part in name for part in ("mlp.gate.", "conv1d", "conv.conv", ".bias")
+                    part in name for part in ("mlp.gate.", "mlp.router.", "conv1d", "conv.conv", ".bias")
                 ):
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]

@@ -47,7 +47,6 @@ IDLE = {
 
 # What is not computed here of a Gemma 4, or not taken by transformers.
 ODD_GEMMA_4 = {
-    "enable_moe_block": True,
     "sliding_window": None,
     "num_key_value_heads": None,
 }
@@ -141,8 +140,8 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "vocab_size_per_layer_input": [vocabulary, vocabulary + 3],
         "num_kv_shared_layers": [0, 1, 2] if input_width else [0],
         "use_double_wide_mlp": _FLAG,
-        "enable_moe_block": [False, False, False, True],
-        "top_k_experts": [None, 2],
+        "enable_moe_block": [False, False, True],
+        "top_k_experts": [None, 1, 2],
         "resid_pdrop": [0.0, 0.0, 0.1],
         "embd_pdrop": [0.0, 0.1],
         "is_causal": [True, True, True, False],
@@ -303,7 +302,13 @@ def drawn(family: str, draw) -> dict:
         if key not in left_out and (key in always or draw.random() < 1 / 3):
             values[key] = draw.choice(choices)
     if not odd:
-        values = {key: value for key, value in values.items() if not _is_odd(family, key, value)}
+        for key, value in [*values.items()]:
+            if _is_odd(family, key, value):
+                del values[key]
+                # What must be said is said otherwise, if it can be.
+                others = [each for each in counting.get(key, []) if not _is_odd(family, key, each)]
+                if key in always and others:
+                    values[key] = others[0]
     return values
 
 

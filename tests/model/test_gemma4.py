@@ -47,6 +47,7 @@ FILE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 0,
     "layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, FULL_ATTENTION],
 }  # fmt: skip
+MIXTURE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 OWN = {"head_dim": 16, "num_key_value_heads": 1}
 
 
@@ -123,7 +124,10 @@ def test_files_say_in_two_ways_what_heads_a_layer_has(
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input = -1"),
         ({"num_kv_shared_layers": 2}, "layer 1 has 'full_attention', and none of the first 1 layers"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3: expected fewer than"),
-        ({"enable_moe_block": True}, "enable_moe_block = True is not supported: only False is"),
+        ({"enable_moe_block": 1}, "enable_moe_block = 1: expected true or false"),
+        ({"enable_moe_block": True, "num_experts": 4}, "enable_moe_block = true needs the key top_k_exp"),
+        ({**MIXTURE, "top_k_experts": 5}, "top_k_experts = 5: expected at most"),
+        ({**MIXTURE, "moe_intermediate_size": 0}, "moe_intermediate_size = 0: expected a whole"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supp"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling is not read in this family"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = .*: expected a table with a r"),

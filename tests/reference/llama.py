@@ -52,8 +52,8 @@ def _row(weights, config, ids, documents, places):
             for name, value in weights.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        before, after, before_mlp, after_mlp = _places(own, config)
-        normed = [before(x) for x in stream]
+        before, after, before_mlp, after_mlp = _places(config)
+        normed = [before(own, x) for x in stream]
         kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
         window = config.sliding_window if kinds[layer] == "sliding_attention" else None
         turning = places if (config.no_rope_layers or [1] * (layer + 1))[layer] else None
@@ -77,10 +77,11 @@ def _row(weights, config, ids, documents, places):
         else:
             attended = _attention(own, config, normed, documents, turning, window, *rope, kept)
         part = config.residual_multiplier
-        stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
+        stream = [x + part * after(own, y) for x, y in zip(stream, attended, strict=True)]
         if not config.family.has_feed_forward:
             continue
-        stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
+        branches = [_feed_forward(own, x, before_mlp, config) for x in stream]
+        stream = [x + part * after_mlp(own, y) for x, y in zip(stream, branches, strict=True)]
         if "per_layer_input_gate.weight" in own:
             stream = [
                 x
@@ -122,20 +123,50 @@ def _input_branch(own, x, its, config):
     return own["per_layer_projection.weight"] @ (_activated(gate, config) * its)
 
 
-def _places(own, config):
+def _places(config):
     """The four norms of a layer, in the order of the computation; OLMo's are after the branches,
     most others' before.
     """
 
     def norm(name):
-        return lambda x: _norm(x, own[f"{name}.weight"], config)
+        return lambda own, x: _norm(x, own[f"{name}.weight"], config)
 
-    return [norm(name) if name else lambda x: x for name in config.family.norm_names]
+    return [norm(name) if name else lambda own, x: x for name in config.family.norm_names]
 
 
 def _norm(x, weight, config):
     weight = 1 + weight if config.family.centred_norms else weight
     return x / (x.dot(x) / len(x) + config.rms_norm_eps).sqrt() * weight
+
+
+def _feed_forward(own, x, norm_before, config):
+    if "mlp.router.proj.weight" in own:
+        return _mixture_beside_mlp(own, x, config)
+    return _mlp(own, norm_before(own, x), config)
+
+
+def _mixture_beside_mlp(own, x, config):
+    """norm(mlp(norm x)) + norm(experts(norm x)), with other norms; the router reads x by its root mean
+    square alone.
+    """
+
+    def norm(name, vector):
+        return _norm(vector, own[f"mlp.{name}_feedforward_layernorm.weight"], config)
+
+    def second_norm(name, vector):
+        return _norm(vector, own[f"mlp.{name}_feedforward_layernorm_2.weight"], config)
+
+    gated = _mlp(own, norm("pre", x), config)
+    seen = _norm(x, 1, config) * own["mlp.router.scale"] / math.sqrt(len(x))
+    mixed = _chosen_experts(
+        own,
+        second_norm("pre", x),
+        own["mlp.router.proj.weight"] @ seen,
+        config,
+        factors=own["mlp.router.per_expert_scale"],
+    )
+    first_gain = own["mlp.post_feedforward_layernorm_1.weight"]
+    return _norm(gated, first_gain, config) + second_norm("post", mixed)
 
 
 def _mlp(own, x, config):
@@ -152,6 +183,17 @@ def _mlp(own, x, config):
 
 def _mixture(own, x, config):
     scores = own["mlp.gate.weight"] @ x + own.get("mlp.gate.bias", 0)
+    mixed = _chosen_experts(own, x, scores, config)
+    if "mlp.shared_expert.gate_proj.weight" not in own:
+        return mixed
+    share = 1
+    if "mlp.shared_expert_gate.weight" in own:
+        share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
+    shared = [own[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    return mixed + share * _gated(x, *shared, config)
+
+
+def _chosen_experts(own, x, scores, config, factors=None):
     shares = torch.exp(scores - scores.max())
     shares = shares / shares.sum()
     chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[
@@ -169,14 +211,8 @@ def _mixture(own, x, config):
             [own[f"{name}.bias"][expert] if f"{name}.bias" in own else 0 for name in names],
         )
 
-    mixed = sum(shares[expert] / whole * gated(expert) for expert in chosen)
-    if "mlp.shared_expert.gate_proj.weight" not in own:
-        return mixed
-    share = 1
-    if "mlp.shared_expert_gate.weight" in own:
-        share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
-    shared = [own[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
-    return mixed + share * _gated(x, *shared, config)
+    factors = torch.ones_like(shares) if factors is None else factors
+    return sum(factors[expert] * shares[expert] / whole * gated(expert) for expert in chosen)
 
 
 def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):

@@ -173,6 +173,8 @@ class Family(NamedTuple):
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         expert_width_key: the key for the width of a mixture's experts; "": the family has no mixtures
             of experts.
+        mixture_beside_mlp: whether a block with a mixture has a gated layer beside it
+            (`monograph.model.mixture_beside_mlp`).
         always_norm_topk_prob: whether the weights of a token's experts are divided by their sum,
             whatever norm_topk_prob is.
         file_prefix: what the names of tensors in files begin with instead of "model.", except the
@@ -235,6 +237,7 @@ class Family(NamedTuple):
     only_default_keys: tuple[str, ...] = ()
     head_dim_is_derived: bool = False
     expert_width_key: str = ""
+    mixture_beside_mlp: bool = False
     always_norm_topk_prob: bool = False
     file_prefix: str = ""
     fused_experts: Literal["", "halves", "columns"] = ""
@@ -360,6 +363,13 @@ _NORMS_AROUND_BRANCHES = NormNames(
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
+)
+# The norms of a Gemma 4's block that belong to its mixture and the gated layer beside it.
+_NORMS_OF_MIXTURE_BESIDE_MLP = (
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
 )
 # llama.cpp's name of the norm before the feed-forward layer in its newer architectures.
 _POST_ATTENTION_NORM = "post_attention_norm"
@@ -501,6 +511,10 @@ FAMILIES: dict[str, Family] = {
             "vocab_size_per_layer_input",
             "final_logit_softcapping",
             "per_layer_config",
+            "num_experts",
+            "num_experts_per_tok",
+            "norm_topk_prob",
+            "moe_intermediate_size",
         ),
         {
             "hidden_size": 2304,
@@ -530,6 +544,17 @@ FAMILIES: dict[str, Family] = {
         default_local_theta=10_000.0,
         embedding_scaled=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
+        expert_width_key="moe_intermediate_size",
+        mixture_beside_mlp=True,
+        always_norm_topk_prob=True,
+        fused_experts="halves",
+        fused_names=FusedNames("experts.gate_up_proj", "experts.down_proj"),
+        joined_in_mixtures={
+            "router.proj": ("mlp.router.proj",),
+            "router": ("mlp.router",),
+            **{name: (f"mlp.{name}",) for name in _NORMS_OF_MIXTURE_BESIDE_MLP},
+        },
+        may_lack_experts=True,
         llama_cpp=LlamaCppSupport("gemma4", kv_heads_by_layer=True, windows_by_layer=True),
         own_keys=gemma4_keys,
     ),

@@ -1,8 +1,8 @@
 """Define the interface of a feed-forward layer: a layer that computes each position alone.
 
 A block of the decoder has a mixer, in which positions read from earlier ones, and then a feed-forward
-layer. The latter has two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
-(`monograph.model.mixture`). `NoFeedForward` stands for it in families whose blocks have none.
+layer. The latter has three kinds: a gated layer (`monograph.model.layers`), a mixture of experts
+(`monograph.model.mixture`), and both beside each other (`monograph.model.mixture_beside_mlp`). `NoFeedForward` stands for it in families whose blocks have none.
 Everything that differs between kinds is a method or an attribute of the kind's class. Only
 `monograph.model.llama` knows which layer has which kind.
 
@@ -35,6 +35,8 @@ class FeedForward(nn.Module, ABC):
     Attributes:
         has_balance: whether `forward` takes a `balance`, which is for a loss that grows as experts
             are used unevenly (`monograph.graph.balance`).
+        norms_its_input: whether `forward` takes the residual stream, which the layer norms itself. If not,
+            its block norms it before.
         gguf_adapters: whether a GGUF file can have adapters of its projections.
         llama_cpp_names: llama.cpp's names of the layer's modules, by their names in a block.
         llama_cpp_vectors: the names in llama.cpp of matrices with one row, which llama.cpp reads as
@@ -44,6 +46,7 @@ class FeedForward(nn.Module, ABC):
     """
 
     has_balance: ClassVar[bool] = False
+    norms_its_input: ClassVar[bool] = False
     gguf_adapters: ClassVar[bool] = False
     llama_cpp_names: ClassVar[Mapping[str, str]]
     llama_cpp_vectors: ClassVar[tuple[str, ...]] = ()

@@ -5,6 +5,9 @@ so in one of two ways: by global_head_dim and num_global_key_value_heads, or by 
 each such layer's own values, which transformers 5 writes. If a file has the table, the other two keys are
 not read.
 
+With enable_moe_block = true each block has a mixture of experts beside its gated layer. The number of a
+token's experts is called top_k_experts there.
+
 The module needs no torch.
 """
 
@@ -24,9 +27,15 @@ if TYPE_CHECKING:
 KEYS = (
     "enable_moe_block",
     "per_layer_config",
+    "top_k_experts",
     "use_bidirectional_attention",
 )
-NOT_IN_FILES = ("rope_theta", "rope_scaling")
+NOT_IN_FILES = (
+    "rope_theta",
+    "rope_scaling",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+)
 # Those without which nothing can be said of a model, if transformers' defaults do not hold for it.
 REQUIRED: tuple[str, ...] = ()
 # transformers' defaults of these keys.
@@ -40,10 +49,11 @@ DEFAULTS: dict[str, Any] = {
 }
 # Values of these keys for which nothing has to be computed that is not computed here.
 _OFF = {
-    "enable_moe_block": (False,),
     # With "vision" only pictures attend to later positions.
     "use_bidirectional_attention": (None, "vision"),
 }
+# What a file with enable_moe_block = true must say.
+_MIXTURE_SIZES = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _HEAD_DIM = "head_dim"
 _KEY_VALUE_HEADS = "num_key_value_heads"
 
@@ -68,6 +78,7 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     input_rows = values.get("vocab_size_per_layer_input") if input_width else 0
     return {
         **values,
+        **_mixture(values),
         "hidden_size_per_layer_input": input_width,
         "vocab_size_per_layer_input": input_rows,
         "layer_types": layer_types,
@@ -75,6 +86,30 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         "global_head_dim": head_dim,
         "num_global_key_value_heads": key_value_heads,
     }
+
+
+def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the mixtures by the names of `LlamaConfig`; without a mixture, 0 experts and no
+    other size.
+
+    Raises:
+        InputRefused: there is a mixture, and one of its sizes is missing or wrong.
+    """
+    enabled = values["enable_moe_block"]
+    if not isinstance(enabled, bool):
+        raise InputRefused(f"enable_moe_block = {enabled!r}: expected true or false")
+    if not enabled:
+        return {**dict.fromkeys(_MIXTURE_SIZES), "num_experts": 0}
+    for key in _MIXTURE_SIZES:
+        if values.get(key) is None:
+            raise InputRefused(f"enable_moe_block = true needs the key {key}")
+        check_positive_integer(key, values[key])
+    experts, experts_per_token, _ = (values[key] for key in _MIXTURE_SIZES)
+    if experts_per_token > experts:
+        raise InputRefused(
+            f"top_k_experts = {experts_per_token}: expected at most the number of experts, {experts}"
+        )
+    return {"num_experts_per_tok": experts_per_token}
 
 
 def _layer_types(values: Mapping[str, Any]) -> Any:
@@ -160,10 +195,15 @@ def _heads_without_window(values: Mapping[str, Any], layer_types: Any) -> tuple[
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the keys of a config.json that differ in name or form from fields of a `LlamaConfig`."""
+    mixture = dict.fromkeys(_MIXTURE_SIZES)
+    if config.num_experts:
+        sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+        mixture = dict(zip(_MIXTURE_SIZES, sizes, strict=True))
     return {
         "global_head_dim": config.global_head_dim or config.head_dim,
         "num_global_key_value_heads": config.num_global_key_value_heads or None,
-        "enable_moe_block": False,
+        "enable_moe_block": config.num_experts > 0,
+        **mixture,
         "hidden_size_per_layer_input": config.hidden_size_per_layer_input,
         "vocab_size_per_layer_input": config.vocab_size_per_layer_input or config.vocab_size,
         "num_kv_shared_layers": config.num_kv_shared_layers,

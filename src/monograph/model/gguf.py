@@ -606,6 +606,10 @@ def llama_cpp_tensors(
             # These are named self_attn.sinks and layer_scalar, without ".weight". llama.cpp's names have it.
             module = name
             suffix = "weight"
+        elif suffix == "per_expert_scale":
+            # llama.cpp multiplies the outputs of the experts by it.
+            module = name
+            suffix = "scale"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         converted = _convert_by_mixer(name, like, read, config)
         if converted is not None:

@@ -39,6 +39,7 @@ from monograph.model.mixer import (
     mixers_of_family,
 )
 from monograph.model.mixture import Mixture
+from monograph.model.mixture_beside_mlp import MixtureBesideMLP
 from monograph.model.mtp import MultiTokenPredictor
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
@@ -193,7 +194,7 @@ def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
     """Return the class of a layer's feed-forward layer."""
     if not config.family.has_feed_forward:
         return NoFeedForward
-    return Mixture if config.is_mixture(layer) else MLP
+    return _class_of_mixture(config) if config.is_mixture(layer) else MLP
 
 
 def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
@@ -202,7 +203,11 @@ def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
     """
     if not config.family.has_feed_forward:
         return NoFeedForward
-    return Mixture if config.num_experts else MLP
+    return _class_of_mixture(config) if config.num_experts else MLP
+
+
+def _class_of_mixture(config: LlamaConfig) -> type[FeedForward]:
+    return MixtureBesideMLP if config.family.mixture_beside_mlp else Mixture
 
 
 def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]]:
@@ -257,7 +262,10 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
         super().__init__()
+        feed_forward = feed_forward_of(config, layer)
         self.norm_names = config.family.norm_names
+        if feed_forward.norms_its_input:
+            self.norm_names = self.norm_names._replace(before_mlp=None)
         # Modules are added in the order of the computation, so that parameters have this order, too.
         self._add_norm(config, self.norm_names.before_attention)
         mixer_class = mixer_of(config, layer)
@@ -270,7 +278,7 @@ class Block(nn.Module):
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
         self.has_mlp = config.family.has_feed_forward
-        self.mlp = feed_forward_of(config, layer)(of_layer)
+        self.mlp = feed_forward(of_layer)
         self._add_norm(config, self.norm_names.after_mlp)
         _, self.activation = config.family.activation
         if config.hidden_size_per_layer_input:

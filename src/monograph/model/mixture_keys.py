@@ -59,10 +59,12 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
         check_positive_integer("moe_intermediate_size", changed["moe_intermediate_size"])
     if family.always_norm_topk_prob:
         changed["norm_topk_prob"] = True
-    # A family without the key mlp_only_layers has a mixture in each layer, so no layer has the width
-    # intermediate_size. All values of it mean the same, and one is chosen for them.
-    every_layer_has_mixture = "mlp_only_layers" not in family.optional_keys
-    if family.expert_width_key == "moe_intermediate_size" and every_layer_has_mixture:
+    # A family without the key mlp_only_layers has a mixture in each layer. Unless a gated layer is beside
+    # it, no layer has the width intermediate_size. All values of it mean the same, and one is chosen.
+    no_layer_has_mlp = (
+        "mlp_only_layers" not in family.optional_keys and not family.mixture_beside_mlp
+    )
+    if family.expert_width_key == "moe_intermediate_size" and no_layer_has_mlp:
         changed["intermediate_size"] = changed["moe_intermediate_size"]
     if "shared_expert_intermediate_size" in family.optional_keys:
         width = config.shared_expert_intermediate_size or changed["moe_intermediate_size"]
