@@ -208,10 +208,12 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         experts = 0
     whole = longs or FAMILIES[family].head_dim_is_derived
     part = (width - 2) / width if longs else part
+    # A norm after the experts divides by what few channels leave.
+    least_width = 16 if FAMILIES[family].mixture_beside_mlp else 3
     of_experts = {
         "num_experts": experts, "num_experts_per_tok": draw.randint(1, max(experts, 1)),
         "norm_topk_prob": draw.random() < 0.5,
-        "moe_intermediate_size": draw.randint(3, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
+        "moe_intermediate_size": draw.randint(least_width, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
         "mlp_only_layers": draw.choice([(), (0,), (1, 2)]),
         "clip_qkv": draw.choice([None, 0.5, 2.0]),
     }  # fmt: skip

@@ -30,7 +30,7 @@ NAMES = {
     "gemma3_text": "Gemma 3 270M and 1B",
     "gemma3": "Gemma 3 4B, 12B and 27B",
     "gemma4_text": "text models that were saved alone, as exports are",
-    "gemma4": "Gemma 4, dense, of any size",
+    "gemma4": "Gemma 4 of any size, with experts or without",
     "phi3": "Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
     "granite": "Granite 3.0 to 3.3, 2B and 8B",
     "qwen3_5_text": "text models that were saved alone, as exports are",

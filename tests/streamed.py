@@ -56,6 +56,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "global_head_dim": 12, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "final_logit_softcapping": 3.0,
     },
+    "gemma4 with experts": {
+        "model_type": "gemma4_text", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 WHOLE = frozenset(
     f"{name}{scale}"

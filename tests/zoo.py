@@ -331,6 +331,18 @@ def zoo() -> dict[str, Kind]:
             token_loss,
             lambda s: ragged(ROWS, s),
         ),
+        "our gemma4 with experts": Kind(
+            lambda seed: tiny_llama(
+                torch.float64,
+                seed,
+                model_type="gemma4_text",
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+            ),
+            token_loss,
+            lambda s: ragged(ROWS, s),
+        ),
         "mlp": Kind(seeded(MLP), of_classes, classified(8)),
         "conv": Kind(seeded(Conv, 0.3), of_classes, classified(3, 8, 8)),
         "encoder": Kind(seeded(Encoder), of_tokens, tokens),

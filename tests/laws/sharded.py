@@ -273,6 +273,7 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "packed lfm2": (torch.float64, {}),
     "packed qwen3_5_text": (torch.float64, {}),
     "packed gemma4_text": (torch.float64, {}),
+    "packed gemma4_text with experts": (torch.float64, {}),
 }
 EXPERTS = {
     "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
@@ -290,6 +291,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ("conv", "full_attention"), "conv_bias": True},
     "qwen3_5_text": {"layer_types": ("linear_attention", "full_attention")},
     "gemma4_text": {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 6},
+    "gemma4_text with experts": {
+        "model_type": "gemma4_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 

@@ -95,6 +95,9 @@ SHAPES = {
         "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION), "global_head_dim": 12,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6,
     },
+    "gemma4 with experts": {
+        "model_type": "gemma4_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 

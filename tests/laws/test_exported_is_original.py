@@ -264,7 +264,8 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1 and not any(
-                    part in name for part in ("mlp.gate.", "mlp.router.", "conv1d", "conv.conv", ".bias")
+                    part in name
+                    for part in ("mlp.gate.", "mlp.router.", "conv1d", "conv.conv", ".bias")
                 ):
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]

@@ -88,6 +88,9 @@ FAMILIES = {
         layer_types=("sliding_attention", "full_attention") * 2, global_head_dim=12, num_kv_shared_layers=2,
         hidden_size_per_layer_input=6,
     ),
+    "gemma4 with experts": replace(
+        CONFIG, model_type="gemma4_text", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48

@@ -123,6 +123,13 @@ EAGER = {
         ),
         rows=8, length=48, optim=AdamW(), compile="none",
     ),
+    "a Gemma 4 with experts": Work(
+        shape(
+            model_type="gemma4_text", num_hidden_layers=6, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64,
+        ),
+        rows=8, length=48, optim=AdamW(), compile="none",
+    ),
     "a GLM-4": Work(
         shape(model_type="glm4", num_hidden_layers=7, partial_rotary_factor=0.5), rows=8, length=48, optim=AdamW(),
         compile="none",

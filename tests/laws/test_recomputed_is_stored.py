@@ -57,6 +57,9 @@ FAMILIES = {
     "small gemma4": {
         "model_type": "gemma4_text", "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 6,
     },
+    "gemma4 with experts": {
+        "model_type": "gemma4_text", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 

@@ -47,7 +47,12 @@ FILE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 0,
     "layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, FULL_ATTENTION],
 }  # fmt: skip
-MIXTURE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+MIXTURE = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 8,
+}
 OWN = {"head_dim": 16, "num_key_value_heads": 1}
 
 

@@ -6,7 +6,7 @@ state; a row has the same bits alone as among others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from batches import tiny_llama
 from monograph.graph.siblings import fuse_known
 from monograph.laws.comparisons import error_within
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
-from monograph.model.mixer import LayerCache
+from monograph.model.mixer import Cache, LayerCache
 from monograph.model.recurrent import LayerState
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,9 @@ class OneLayer:
 
     def recurrence(self, layer_index: int) -> LayerState:
         return self._recurrence
+
+    def keep_call(self, call: Callable[[Cache], object]) -> None:
+        """Keep nothing: no pass here is tried and taken back."""
 
 
 class Case:

@@ -229,7 +229,8 @@ def _activated(gate, config):
         if config.family.activation[1] == "gelu_pytorch_tanh"
         else gate
     )
-    return gate / (1 + torch.exp(-turns))
+    # Not by exp(-x), whose gradient is not a number where it overflows.
+    return gate * torch.sigmoid(turns)
 
 
 def _attention(own, config, xs, documents, places, window, theta, scaling, kept):

@@ -1,4 +1,4 @@
-"""A mixture of experts beside a gated layer, as in the largest Gemma 4: both compute every token.
+"""A mixture of experts beside a gated layer, as in the Gemma 4 26B-A4B: both compute every token.
 
 With the residual stream x, four norms n_1 .. n_4 and the experts of a token e,
 
