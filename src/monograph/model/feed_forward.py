@@ -2,9 +2,10 @@
 
 A block of the decoder has a mixer, in which positions read from earlier ones, and then a feed-forward
 layer. The latter has three kinds: a gated layer (`monograph.model.layers`), a mixture of experts
-(`monograph.model.mixture`), and both beside each other (`monograph.model.mixture_beside_mlp`). `NoFeedForward` stands for it in families whose blocks have none.
-Everything that differs between kinds is a method or an attribute of the kind's class. Only
-`monograph.model.llama` knows which layer has which kind.
+(`monograph.model.mixture`), and both beside each other (`monograph.model.mixture_beside_mlp`).
+`NoFeedForward` stands for it in families whose blocks have none. Everything that differs between kinds
+is a method or an attribute of the kind's class. Only `monograph.model.llama` knows which layer has which
+kind.
 
 Shape suffixes: B batch, T positions, D hidden size.
 """
