@@ -223,6 +223,17 @@ def test_new_tokens_have_rows_in_the_table_of_layers_inputs() -> None:
         assert model.config.to_hf()["vocab_size_per_layer_input"] == 75
 
 
+def test_experts_are_chosen_where_only_matrices_are_in_16_bits() -> None:
+    """As a run with a frozen base draws its samples."""
+    model = tiny_llama(
+        model_type="gemma4_text", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    assert model(torch.arange(9)[None]).dtype == torch.bfloat16
+
+
 def test_it_is_not_streamed() -> None:
     config = tiny_config(**SMALL_SIZES)
     with pytest.raises(InputRefused, match="num_kv_shared_layers = 3.*take device"):

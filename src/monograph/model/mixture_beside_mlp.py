@@ -56,7 +56,8 @@ class ScaledRouter(nn.Module):
     def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, [N, k] int64, and their weights, [N, k]."""
         scaled_ND = self.norm(hidden_ND) * self.scale * self.factor
-        experts_Nk, weights_Nk = self.proj(scaled_ND)
+        # s stays in fp32 where matrices are in 16 bits, and would widen the product.
+        experts_Nk, weights_Nk = self.proj(scaled_ND.to(hidden_ND.dtype))
         return experts_Nk, weights_Nk * self.per_expert_scale[experts_Nk]
 
 
