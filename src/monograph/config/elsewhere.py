@@ -155,6 +155,7 @@ ELSEWHERE: dict[str, str] = {
     "max_iters": "train.updates",
     "block_size": "data.sequence_length",
     "max_seq_len": "data.sequence_length",
+    "seq_len": "data.sequence_length",
     "n_layer": "model.num_hidden_layers",
     "n_head": "model.num_attention_heads",
     "n_embd": "model.hidden_size",
