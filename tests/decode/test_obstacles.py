@@ -36,6 +36,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "heads of 48": ({"head_dim": 48}, "not 48"),
     "a part is rotated": ({"model_type": "phi3", "partial_rotary_factor": 0.5}, "rotate all"),
     "neighbours are rotated": ({"model_type": "ernie4_5"}, "do not rotate neighbouring channels"),
+    "capped logits": (
+        {"model_type": "gemma4_text", "final_logit_softcapping": 30.0},
+        "caps its logits",
+    ),
     "norms after branches": ({"model_type": "olmo2"}, "normalises what its layers add"),
     "norms over all heads": (
         {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}
