@@ -110,7 +110,7 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
     assert machine.replays.graph_count == before > 8 and machine.reused > 0
 
 
-@pytest.mark.parametrize("shape", ["attention", "window and all", "keys of earlier layers"])
+@pytest.mark.parametrize("shape", ["attention", "window and all", "keys of earlier layers, experts beside"])
 def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(
     shape: str,
 ) -> None:
@@ -131,8 +131,11 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "final_logit_softcapping": 30.0,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
     }
-    sizes = {"window and all": window, "keys of earlier layers": shared}
+    sizes = {"window and all": window, "keys of earlier layers, experts beside": shared}
     model = far_sighted(max_position_embeddings=longest, **sizes.get(shape, {})).cuda()
     machine = Generator(
         model, chain_of([sampling]), rows=3, slots=CacheSizes(longest, MIN_BLOCK, longest_prompt=8), vocabulary=61,
