@@ -20,6 +20,7 @@ import uvicorn
 
 from batches import tiny_llama
 from clocks import HANG_S
+from monograph.decode.generator import OWN_HEAD, Draft
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.serve.command import server_config
@@ -38,7 +39,7 @@ NAMING_PATHS = (
 )
 
 
-def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
+def small(tokenizer: Tokenizer, seed: int = 0, **sizes: Any) -> Llama:
     """A model of one layer with a sharp distribution, so that texts of different seeds have something
     in common.
     """
@@ -47,6 +48,7 @@ def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=CONTEXT,
         num_hidden_layers=1,
+        **sizes,
     )
     model.lm_head.weight.data *= 30
     return model
@@ -63,10 +65,12 @@ class Given(Source):
         tokenizer: Tokenizer,
         rows: int,
         adapters: AdapterRoom | None = None,
-        draft: Llama | None = None,
+        draft: Draft | None = None,
     ) -> None:
         super().__init__("given", rows, print, adapters)
-        if draft is not None:
+        if draft == OWN_HEAD:
+            self.draft_name = OWN_HEAD
+        elif draft is not None:
             self.draft_name = "small"
             self._draft = ServedDraft("small", draft.eval(), tokenizer, "digest")
         self.number, self._next = 0, (model, tokenizer)
@@ -103,7 +107,7 @@ class Served:
         keys: Sequence[str] = (),
         host: str = "127.0.0.1",
         adapters: AdapterRoom | None = None,
-        draft: Llama | None = None,
+        draft: Draft | None = None,
         **names: Any,
     ) -> None:
         self._names = names

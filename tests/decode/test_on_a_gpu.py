@@ -110,7 +110,9 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
     assert machine.replays.graph_count == before > 8 and machine.reused > 0
 
 
-@pytest.mark.parametrize("shape", ["attention", "window and all", "keys of earlier layers, experts beside"])
+@pytest.mark.parametrize(
+    "shape", ["attention", "window and all", "keys of earlier layers, experts beside"]
+)
 def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(
     shape: str,
 ) -> None:

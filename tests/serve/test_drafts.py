@@ -24,8 +24,8 @@ from laws.test_served_is_generated import CALM
 from laws.test_served_is_generated import KINDS as OTHER_KINDS
 from monograph.automata.on_host import has_llguidance
 from monograph.decode import completion, draft
-from monograph.decode.generator import Generator
-from monograph.errors import InputRefused, MonographError
+from monograph.decode.generator import OWN_HEAD, Generator
+from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
@@ -123,6 +123,23 @@ def test_a_crowd_gets_the_texts_of_a_server_without_drafts(
     assert f"monograph_drafted_tokens_total {counts.drafted_tokens}" in text
     # Each token but those of steps came from a pass.
     assert (counts.drafted_tokens < counts.sampled_tokens) == (cost > 1)
+
+
+def test_the_models_own_head_proposes_what_a_crowd_would_have_got_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("monograph.decode.draft_head.cost_of_pass", lambda *_: 1.0)
+    model = small(TOKENIZER, mtp_num_hidden_layers=1).double()
+    asked = crowd()
+    with Served(model, TOKENIZER) as served:
+        expected = [choices(served, body) for body in asked]
+    with Served(model, TOKENIZER, draft=OWN_HEAD) as served, ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda body: choices(served, body), asked))
+        counts = served.service.owner.counts
+    for mine, theirs in zip(found, expected, strict=True):
+        require_equal(mine, theirs)
+    # An untrained head hardly ever proposes what is sampled, but each text had passes.
+    assert counts.drafted_tokens >= counts.drafted_passes > 100 and counts.reused_tokens > 0
 
 
 def test_events_bring_the_tokens_of_passes_in_order(
@@ -266,6 +283,9 @@ def test_a_draft_that_cannot_be_served_is_refused_in_one_line(tmp_path: Path) ->
         linear_value_head_dim=8,
     )
     assert "the draft model has recurrent layers" in refusal(model, recurrent)
+    headless = Version("x@3", (), model, TOKENIZER, Precision("fp32"))
+    with pytest.raises(UsageError, match="^--draft mtp: x@3 has no head for multi-token predict"):
+        headless.draft_by_own_head()
     missing = tmp_path / "missing"
     with pytest.raises(InputRefused, match=f"^--draft {missing}: "):
         ServedDraft.load(str(missing), print)

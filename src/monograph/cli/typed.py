@@ -287,10 +287,12 @@ AdapterOption = Annotated[
         "an adapter of this model: a folder that PEFT can load, or a run; may be repeated",
     ),
 ]
-_DRAFT_HELP = "a small model that proposes tokens, which the model checks together"
-DraftOption = Annotated[str | None, _option("RUN", _DRAFT_HELP)]
-DraftOrHeadOption = Annotated[
-    str | None, _option("RUN", f"{_DRAFT_HELP}; mtp: the model's own head does")
+DraftOption = Annotated[
+    str | None,
+    _option(
+        "RUN",
+        "a small model that proposes tokens, which the model checks together; mtp: the model's own head does",
+    ),
 ]
 UseOption = Annotated[
     str | None,
@@ -655,7 +657,7 @@ def generate(
         str | None,
         _option("CHOICE", "auto, required, or the name of the tool to call; default: auto"),
     ] = None,
-    draft: DraftOrHeadOption = None,
+    draft: DraftOption = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -720,7 +722,7 @@ def chat(
     grammar: GrammarOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
-    draft: DraftOrHeadOption = None,
+    draft: DraftOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 

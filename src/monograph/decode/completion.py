@@ -18,8 +18,6 @@ from monograph.automata.on_host import HostConstraint
 from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
-from monograph.decode.draft import DRAFT_TOKENS
-from monograph.decode.draft_head import HEAD_DRAFT_TOKENS
 from monograph.decode.generator import OWN_HEAD, Draft, Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import continuation_seed
@@ -299,8 +297,6 @@ def generate(
         )
     if isinstance(draft, Llama):
         draft = unwrapped(draft.eval())
-    if draft_tokens is None:
-        draft_tokens = HEAD_DRAFT_TOKENS if draft == OWN_HEAD else DRAFT_TOKENS
     generator = generator_for(
         unwrapped_model, requests, n, tokenizer.vocab_size, draft, draft_tokens
     )
@@ -354,7 +350,7 @@ def generator_for(
     n: int,
     vocabulary: int,
     draft: Draft | None = None,
-    draft_tokens: int = DRAFT_TOKENS,
+    draft_tokens: int | None = None,
 ) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.
 

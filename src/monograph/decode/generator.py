@@ -38,7 +38,7 @@ from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.draft import DRAFT_TOKENS, DraftedStep, Drafter, Proposer, rounds_as_steps
 from monograph.decode.draft_budget import MAX_LOST_STEPS, DraftBudget
-from monograph.decode.draft_head import HeadDrafter
+from monograph.decode.draft_head import HEAD_DRAFT_TOKENS, HeadDrafter
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import (
@@ -146,7 +146,7 @@ class Generator:
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
         draft: Draft | None = None,
-        draft_tokens: int = DRAFT_TOKENS,
+        draft_tokens: int | None = None,
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
 
@@ -169,7 +169,8 @@ class Generator:
             draft: a small model with the same vocabulary, which proposes tokens
                 (`monograph.decode.draft`); "mtp": the model's own head for multi-token prediction
                 does (`monograph.decode.draft_head`); None: each step samples one token.
-            draft_tokens: the number of tokens that it proposes at a time.
+            draft_tokens: the number of tokens that it proposes at a time; None: 4, or 1 of the model's
+                own head.
 
         Raises:
             UsageError: the draft model cannot be used, or the model cannot check proposals.
@@ -212,6 +213,8 @@ class Generator:
             # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
             given = rows, sizes, vocabulary, chunk, wrap, recorder
+            if draft_tokens is None:
+                draft_tokens = HEAD_DRAFT_TOKENS if draft == OWN_HEAD else DRAFT_TOKENS
             if draft == OWN_HEAD:
                 self.drafter = HeadDrafter(model, draft_tokens, *given)
             else:

@@ -14,7 +14,7 @@ import uvicorn
 
 from monograph import interrupts
 from monograph.decode.completion import MAX_ROWS
-from monograph.decode.generator import OWN_HEAD, DraftUse
+from monograph.decode.generator import DraftUse
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, text_of_error
 from monograph.report.quantities import counted
@@ -77,10 +77,6 @@ def run(
     if not has_room_for_some and (adapter_slots is not None or adapter_rank is not None):
         raise UsageError(
             "--adapter-slots, --adapter-rank: there are no adapters: give --adapter or --adapter-dir, too"
-        )
-    if draft == OWN_HEAD:
-        raise UsageError(
-            f"--draft {draft}: the model's own head proposes tokens in generate and chat only: name a small model"
         )
     room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
     max_rows = rows or MAX_ROWS[default_device().type]

@@ -24,7 +24,7 @@ from monograph.decode.adapter_bank import rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes
 from monograph.decode.completion import bytes_of_row, rows_that_fit
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Draft, Generator
 from monograph.decode.knobs import STAGES, Chain, chain_of
 from monograph.decode.request import Event, Pace, Request
 from monograph.decode.sampling import Sampling
@@ -85,11 +85,11 @@ def serving_chains(logprobs: int) -> list[Chain]:
     ]
 
 
-def positions_per_row(model: Llama, rows: int, draft: Llama | None = None) -> int:
+def positions_per_row(model: Llama, rows: int, draft: Draft | None = None) -> int:
     """Return how many positions each row may have, so that `rows` rows take at most half of the free memory.
 
     This is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
-    If the rows do not fit even then, the caller takes fewer of them. A draft model has as many rows.
+    If the rows do not fit even then, the caller takes fewer of them. What proposes tokens has as many rows.
     """
     positions = model.config.max_position_embeddings
     half_bytes = describe().free_memory_bytes // 2
@@ -203,7 +203,7 @@ class _Decoder:
         device = model.lm_head.weight.device
         block_steps = BLOCK_STEPS[device.type]
         version.context = positions_per_row(model, rows, draft)
-        if draft is not None and draft.config.max_position_embeddings < version.context:
+        if isinstance(draft, Llama) and draft.config.max_position_embeddings < version.context:
             raise InputRefused(
                 f"--draft: it has {draft.config.max_position_embeddings:,} positions, and a row of the model "
                 f"{version.context:,}: expected a model with as many"

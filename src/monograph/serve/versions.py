@@ -19,9 +19,9 @@ from monograph import __version__
 from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
-from monograph.decode.generator import DraftUse
+from monograph.decode.generator import OWN_HEAD, Draft, DraftUse
 from monograph.device import default_device
-from monograph.errors import Warn
+from monograph.errors import UsageError, Warn
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -58,7 +58,8 @@ class Version:
         created: when the version was loaded, in seconds since 1970.
         base: reads adapters, and checks that they fit this model.
         bank: the weights of the model's adapters; None: the model has no adapters, and gets none.
-        draft: the model that proposes tokens (`monograph.decode.draft`); None: there is none.
+        draft: the model that proposes tokens (`monograph.decode.draft`); "mtp": the model's own head does;
+            None: nothing does.
         drafts: when it does; see `Generator.drafts`. The version's decoder sets it.
         breakers: a cached function that takes a tuple of texts, and returns which tokens contain one
             of them; see `monograph.decode.chain.breakers`.
@@ -83,7 +84,7 @@ class Version:
         self.precision = precision
         self.base = AdapterBase(model, tokenizer, self._digest)
         self.bank: AdapterBank | None = None
-        self.draft: Llama | None = None
+        self.draft: Draft | None = None
         self.drafts: DraftUse = "never"
         self.model = model.to(default_device()).eval().requires_grad_(False)
         self.rows = 0
@@ -120,7 +121,7 @@ class Version:
             causes.append(self.bank.digest(slot))
         if self.draft is not None and self.drafts != "never":
             # A pass over proposed tokens may be rounded differently, too.
-            causes.append(self._draft_digest)
+            causes.append(OWN_HEAD if self.draft == OWN_HEAD else self._draft_digest)
         return "fp_" + hashlib.sha256(json.dumps(causes).encode()).hexdigest()[:12]
 
     @property
@@ -137,6 +138,18 @@ class Version:
         require_same_tokens(draft.name, draft.tokenizer, self.tokenizer)
         self.draft = draft.model
         self._draft_digest = draft.digest
+
+    def draft_by_own_head(self) -> None:
+        """Let the model's own head propose tokens.
+
+        Raises:
+            UsageError: the model has none.
+        """
+        if self.model.mtp is None:
+            raise UsageError(
+                f"--draft {OWN_HEAD}: {self.id} has no head for multi-token prediction: name a small model"
+            )
+        self.draft = OWN_HEAD
 
     @property
     def has_template(self) -> bool:
@@ -266,7 +279,8 @@ class Source:
         rows: the maximum number of texts that are written at the same time.
         warn: prints a warning.
         adapters: the adapters that are served.
-        draft_name: the name of the draft model on the command line; None: there is none.
+        draft_name: the name of the draft model on the command line; "mtp": the model's own head proposes
+            tokens; None: nothing does.
     """
 
     def __init__(
@@ -299,11 +313,13 @@ class Source:
     def load(self) -> Version:
         """Load the newest version that is not damaged, with all adapters and the draft model.
 
-        Its errors are those of `monograph.run.models.load`, of `Version.install_adapters` and of
-        `Version.set_draft`.
+        Its errors are those of `monograph.run.models.load`, of `Version.install_adapters`, of
+        `Version.set_draft` and of `Version.draft_by_own_head`.
         """
         version = self._load_without_adapters()
-        if self.draft_name is not None:
+        if self.draft_name == OWN_HEAD:
+            version.draft_by_own_head()
+        elif self.draft_name is not None:
             if self._draft is None:
                 self._draft = ServedDraft.load(self.draft_name, self.warn)
             version.set_draft(self._draft)
@@ -316,7 +332,8 @@ class Source:
         self._seen = self._list_versions()
         run = find_run(self.name)
         if run is None:
-            model, tokenizer = load_with_tokenizer(self.name, self.warn)
+            reads_head = self.draft_name == OWN_HEAD
+            model, tokenizer = load_with_tokenizer(self.name, self.warn, mtp=reads_head)
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
