@@ -365,8 +365,8 @@ def read_checked_headers(
     has_head = bool(config.mtp_num_hidden_layers)
     if has_head and not any(name.startswith(MTP_PREFIX) for name in headers):
         raise InputRefused(
-            f"{folder}: it has no {MTP_PREFIX}* tensors, so no head for multi-token prediction: leave "
-            f"{_MTP_KEY} out"
+            f"{folder}: it has no {MTP_PREFIX}* tensors, so no head for multi-token prediction: do not ask for it, "
+            "or take another folder"
         )
     stored, _ = _text_tensors(headers, values, has_head)
     stored = _decoder_tensors(stored, config, values)
