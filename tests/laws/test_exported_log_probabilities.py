@@ -44,7 +44,9 @@ from monograph.model.layer_types import (
     PLAIN_MLP,
     SLIDING_ATTENTION,
 )
+from monograph.model.layers import MLP
 from monograph.model.llama import Llama
+from monograph.model.mixture import Experts
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
     PROPORTIONAL,
@@ -108,6 +110,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "num_attention_heads": 2, "head_dim": 64, "global_head_dim": 128, "rope_scaling": ProportionalScaling(0.25),
         "final_logit_softcapping": 30.0, "attention_k_eq_v": True,
+        # Scores of its experts are small, so that of many experts two are often nearly tied.
+        "num_experts": 4, "num_experts_per_tok": 3,
     },
     "phi3": {  # Phi-4-mini
         "hidden_size": 384, "num_attention_heads": 3, "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -251,8 +255,9 @@ def naive_log_probabilities(
     """In fp32, with llama.cpp's two roundings."""
     model = copy.deepcopy(model)
     if model.config.family.activation[1].startswith("gelu"):
-        for block in model.model.layers:
-            block.mlp.combine = from_a_table
+        for module in model.modules():
+            if isinstance(module, MLP | Experts):
+                module.combine = from_a_table
     with monkeypatch.context() as patched:
         patched.setattr(llama, "cos_sin", chained)
         return log_probabilities(model, ids)
@@ -541,7 +546,10 @@ def test_any_file_that_is_written_is_loaded(
             if dtype == "f32" and not warned:
                 ids = prompt + drawn
                 exact = log_probabilities(model.double(), ids)
-                sure = slice(BEGINNING - 1, min(up_to_a_near_tie(model, ids), len(ids) - 1))
+                end = min(up_to_a_near_tie(model, ids), len(ids) - 1)
+                if end < BEGINNING:  # already in the prompt
+                    continue
+                sure = slice(BEGINNING - 1, end)
                 naive = naive_log_probabilities(model.float(), ids, monkeypatch)
                 assert error_within(theirs[: sure.stop - sure.start], naive[sure], exact[sure]), (
                     config
