@@ -47,6 +47,7 @@ NOT_RUN = {
     r"monograph --(install|show)-completion": "writes into the home folder; tests/cli/test_completion.py has another",
     r"curl .*load_lora_adapter .*": "needs a server with keys; tests/serve/test_adapters.py asks one",
     r"monograph generate .* --tools .*": "needs a template that shows tools; commands/test_generate_tools.py has one",
+    r"monograph .*gemma-3-4b-it.*": "a model that sees pictures; tests/commands/test_whole_folder.py has small ones",
     r"monograph check --laws": "one to three minutes; tests/commands/test_check_laws.py runs it",
 }
 # Refused here, on purpose, with these words: what they need is not on every machine.
