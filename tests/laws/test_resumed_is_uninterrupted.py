@@ -61,6 +61,8 @@ CHANGES = {
     "a hybrid of Mamba": {
         "model.family": "granitemoehybrid", "model.preset": "nano", "model.num_hidden_layers": 2,
     },
+    "a hybrid of convolutions": {"model.family": "lfm2", "model.preset": "nano", "model.num_hidden_layers": 2},
+    "a Gemma 4": {"model.family": "gemma4_text", "model.preset": "nano", "model.num_hidden_layers": 2},
     "a head for multi-token prediction": {"model.mtp_num_hidden_layers": 1, "train.mtp_weight": 2.0},
     "epochs": {"train.epochs": 2},
     "mixed": {"data.source": ["texts", "records.jsonl"], "data.weights": [0.5, 2.0], "data.bad_records": "skip"},
@@ -99,7 +101,7 @@ AT_NIGHT = {
     "adapters, 4 bits", "played",
     "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
     "carried", "padded", "epochs", "a hybrid with mixtures", "a hybrid of Mamba",
-    "a head for multi-token prediction",
+    "a hybrid of convolutions", "a Gemma 4", "a head for multi-token prediction",
 }  # fmt: skip
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in AT_NIGHT else ())
@@ -122,6 +124,7 @@ def test_resumed_at_every_checkpoint(
     # Draws of one update: of more, only what lies between draws is saved, as after 12.
     soon = case in (
         "rewarded", "rewarded, near where it began", "taught", "played", "a hybrid with mixtures", "a hybrid of Mamba",
+        "a hybrid of convolutions", "a Gemma 4",
     )  # fmt: skip
     # Past the second epoch's end, which comes after what is resumed; of prompts that are few soon.
     if case in CHANGES:
