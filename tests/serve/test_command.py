@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from monograph.errors import InputRefused, UsageError
-from monograph.serve import command
 from monograph.serve.command import (
     BACKLOG,
     MAX_CONNECTIONS,
@@ -109,14 +108,6 @@ def test_a_models_name_that_nobody_could_send_or_read_is_refused(name: str) -> N
         UsageError, match="--served-name .*: expected 1 to 200 visible characters, such as gpt-4o"
     ):
         require_names(["gpt-4o", name])
-
-
-def test_the_models_own_head_is_no_draft_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` takes this word, so a server does not look for a run of this name."""
-    monkeypatch.setattr(command, "keep_compiled", lambda: None)
-    asked = {"api_key_file": None, "rows": None, "served_names": (), "any_name": False}
-    with pytest.raises(UsageError, match="^--draft mtp: the model's own head proposes tokens in"):
-        command.run("missing", host="127.0.0.1", port=0, draft="mtp", **asked)
 
 
 def test_a_file_of_keys_in_another_encoding_is_refused(tmp_path: Path) -> None:

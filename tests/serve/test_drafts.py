@@ -29,10 +29,11 @@ from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
+from monograph.model.hub import save_model
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.llama import Llama
 from monograph.serve.owner import _Decoder
-from monograph.serve.versions import AdapterRoom, ServedDraft, Version
+from monograph.serve.versions import AdapterRoom, ServedDraft, Source, Version
 from monograph.text.tokenizer import Tokenizer
 from served import CONTEXT, ROWS, Served, small
 
@@ -140,6 +141,16 @@ def test_the_models_own_head_proposes_what_a_crowd_would_have_got_without(
         require_equal(mine, theirs)
     # An untrained head hardly ever proposes what is sampled, but each text had passes.
     assert counts.drafted_tokens >= counts.drafted_passes > 100 and counts.reused_tokens > 0
+
+
+def test_a_folder_is_served_with_its_own_head_if_it_has_one(tmp_path: Path) -> None:
+    for name, layers in (("with", 1), ("without", 0)):
+        save_model(small(TOKENIZER, mtp_num_hidden_layers=layers), tmp_path / name)
+        TOKENIZER.save(tmp_path / name / "tokenizer.json")
+    version = Source(str(tmp_path / "with"), ROWS, print, draft_name=OWN_HEAD).load()
+    assert version.draft == OWN_HEAD and version.model.mtp is not None
+    with pytest.raises(InputRefused, match=r"it has no mtp\.\* tensors, so no head for multi-tok"):
+        Source(str(tmp_path / "without"), ROWS, print, draft_name=OWN_HEAD).load()
 
 
 def test_events_bring_the_tokens_of_passes_in_order(
