@@ -263,6 +263,19 @@ def proposing_for_itself(model: Llama, rows: int, **options: Any) -> Generator:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
+def test_no_trial_is_made_of_experts_whose_rows_depend_on_the_tokens(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    generator = proposing_for_itself(sharp(0, model_type=family, **experts), rows=2)
+    monkeypatch.setattr(
+        "monograph.decode.draft._read_proposed", lambda *_: pytest.fail("a trial was made")
+    )
+    generator.settle_drafts()
+    assert generator.drafts == "always"
+
+
 # How it reads behind, alone: test_after_a_pause_a_draft_knows_the_text.
 @pytest.mark.parametrize("reads_behind", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_rows_switch_drafts_off_and_on(

@@ -57,7 +57,7 @@ from monograph.model import layer_inputs
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.mixer import mixer_of
-from monograph.model.mixture import Mixture
+from monograph.model.mixture import Experts
 
 if TYPE_CHECKING:
     from monograph.decode.fast_forward import FastForward
@@ -424,7 +424,7 @@ def rounds_as_steps(step: DecodeStep, tokens: int, reads_hidden: bool) -> bool:
         the tokens, and what an adapter adds depends on adapters that may come later.
     """
     model = step.model
-    has_experts = any(isinstance(module, Mixture) for module in model.modules())
+    has_experts = any(isinstance(module, Experts) for module in model.modules())
     if has_experts or step.bank is not None or step.cache.recurrences:
         return False
     rows = len(step.state.token_B)
